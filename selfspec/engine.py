@@ -272,9 +272,9 @@ class Engine:
         graphs = self._graphs
         if graphs is None:
             return 0
-        from selfspec.warmup import Expected, warm_up  # imports Triton
+        from selfspec.warmup import ExpectedRequests, warm_up  # imports Triton
 
-        expected = Expected(batch, domain, tuple(temperatures), min(max_length, self.context))
+        expected = ExpectedRequests(batch, domain, tuple(temperatures), min(max_length, self.context))
 
         def capture() -> int:
             self.scheduler.close_idle_batches()  # captured steps belong to the slot buffers that requests will get

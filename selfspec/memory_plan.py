@@ -56,7 +56,7 @@ SEGMENTS_NBYTES = 3 * 20 * 2**20
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """The settings of an engine that decide its memory beside the weights; None: as in `Engine.from_pretrained`."""
 
     max_length: int | None = None
@@ -107,14 +107,14 @@ def plan_memory(
 ) -> list[MemoryPlan]:
     """Returns the plan of an engine that `Engine.from_pretrained` builds with these arguments, then those of the other
     ways to hold the same weights. Reads headers only; `profile` 'auto' is found by the model's sizes."""
-    device, limits = pick_device(device), Limits(max_length, max_batch, kv_cache_gb, memory_gb)
+    device, limits = pick_device(device), MemoryLimits(max_length, max_batch, kv_cache_gb, memory_gb)
     return [
         _plan(way, device, profile, limits, kernels) for way in stored_weights(path_or_name, device, dtype, quantize)
     ]
 
 
 def _plan(
-    way: Weights, device: torch.device, profile: Profile | str | Path | None, limits: Limits, kernels: bool | None
+    way: Weights, device: torch.device, profile: Profile | str | Path | None, limits: MemoryLimits, kernels: bool | None
 ) -> MemoryPlan:
     """Returns the plan for one way to hold the weights."""
     model = way.model
@@ -198,11 +198,11 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
     from selfspec.backends.cuda.graphs import Graphs  # these import Triton
     from selfspec.backends.cuda.kernel_prefill import longest_kernel_prompt
     from selfspec.backends.cuda.warmup import WarmUp
-    from selfspec.warmup import Expected, expected_steps
+    from selfspec.warmup import ExpectedRequests, expected_steps
 
     drafters = Drafters(model, profile, lambda *_: Embedded(lambda: torch.empty(0)), kernels=True)
     graphs = Graphs(model, Cache(model.config, model.device, model.dtype, 1), context, max_batch)
-    expected = Expected(batch, None, (0.0,), context)
+    expected = ExpectedRequests(batch, None, (0.0,), context)
     rules = Rules().for_device("cuda")
     preparing = WarmUp(graphs, context, rules.max_tree_batch)
     exits: dict[Exit | None, None] = {None: None}

@@ -21,7 +21,7 @@ from selfspec.speculation.plan import NONE
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedRequests:
     """The requests to prepare for: up to `batch` sequences of up to `max_length` tokens."""
 
     batch: int
@@ -31,7 +31,7 @@ class Expected:
 
 
 def warm_up(
-    graphs: Graphs, drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: Expected
+    graphs: Graphs, drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: ExpectedRequests
 ) -> int:
     """Compiles all expected steps side by side, then captures them one by one and shows progress. Returns how many. For
     one sequence also compiles steps with a grammar, and log probabilities; their steps are captured on first use."""
@@ -80,7 +80,7 @@ def _router_layer(profile: Profile | None) -> int | None:
 
 
 def expected_steps(
-    drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: Expected
+    drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: ExpectedRequests
 ) -> Iterator[ExpectedStep]:
     """Yields plain steps and those of the profile's plans, without a profile of plans that copy, for batches of every
     power of two up to `batch`."""

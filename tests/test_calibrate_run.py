@@ -28,6 +28,7 @@ from selfspec.calibrate import __main__ as command
 from selfspec.calibrate import duration, outcome, resources, run, setup, timing, trial
 from selfspec.calibrate.corpus import Corpus
 from selfspec.calibrate.prompts import parse_domain
+from selfspec.calibrate.settings import TRAINING_SHARE
 from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
@@ -418,7 +419,7 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
             super().__init__(model, layers, corpus, *arguments, **options)
 
     quickly.setattr(run, "Trainer", Recorded)
-    done = here.calibrate(None, "--minutes", "0.1", "--text", str(own))
+    done = here.calibrate(None, "--minutes", "0.1", "--exits", "1,2", "--text", str(own))
     assert done.code == 0, done.text
     assert "takes about " in done.text and "\ntime " in done.text
     assert len(corpora) == 2, "two groups of one exit"
@@ -527,7 +528,7 @@ def test_an_unknown_value_of_an_option_exits_with_code_2(capsys: pytest.CaptureF
 def test_a_time_that_is_too_short_is_refused_with_the_least(place: Place, quickly: Any, tmp_path: Path) -> None:
     quickly.setattr(duration, "training_step_seconds", lambda _: 3.0)
     failed = place.calibrate(tmp_path / "out", "--minutes", "0.05", "--exits", "1")
-    least = 40 * 3.0 / 0.52 / 60  # minutes: 40 steps in their share
+    least = 40 * 3.0 / TRAINING_SHARE / 60  # minutes: 40 steps in their share
     assert failed.code == 2 and "--minutes 0.05 is too short" in failed.text
     assert "120 s to train" in failed.text and f"pass --minutes {math.ceil(10 * least) / 10:g} or more" in failed.text
     assert not (tmp_path / "out").exists()

@@ -88,7 +88,7 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
     dice = random.Random(0)
     finished = drafts = 0
     for plan in ("chain:3", "beam:3,2", "tree:2,1+copy:3", "chain:1"):
-        schemas = [random_schema(dice) if index % 8 else None for index in range(24)]
+        schemas = [random_schema(dice) if index % 8 else None for index in range(58)]  # 50 of them schemas
         formats = [None if schema is None else json_format(schema) for schema in schemas]
         plain, drafted = run_all(formats, speculative_decoding=False), run_all(formats, plan=plan, **FORCED)
         assert [sequence.tokens for sequence in plain] == [sequence.tokens for sequence in drafted]
@@ -98,7 +98,7 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
             if schema is not None and sequence.finish_reason == "stop":
                 finished += 1
                 jsonschema.validate(json.loads(text_of(sequence)), schema)
-    assert finished > 60 and drafts > 200, (finished, drafts)
+    assert finished > 140 and drafts > 500, (finished, drafts)
 
 
 WORDS = ["abcde", "the thing", "10 true", '"key": ', "x"]
@@ -176,6 +176,8 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
         (json_format({"type": "object", "x": {1, 2}}), "not JSON"),
         (json_format({"type": "thing"}), "Invalid type"),
         (json_format({"not": {}}), "Unimplemented keys"),
+        (json_format({"$ref": "file:///etc/hostname"}), "does not fetch"),
+        (json_format({"$ref": "http://127.0.0.1:9/schema.json"}), "does not fetch"),
         (
             json_format({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"anyOf": [{}, {"not": {}}]}}}),
             r"Unimplemented keys: ..not.., in \$defs.b.anyOf.1 of the schema",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AwqConfig, GPTQConfig
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from selfspec.models.quantized.config import Format, Scheme, read_quantization_config
+from selfspec.models.quantized.config import QuantizationFormat, Scheme, read_quantization_config
 
 UP, HEAD = "model.layers.3.mlp.up_proj", "lm_head"
 MODULES = [
@@ -131,7 +131,7 @@ def test_a_name_comes_before_an_expression_and_both_before_all_linear_modules():
     assert {name: found.scheme(name).shared[1] for name in modules} == modules
 
 
-def left_out(format: Format) -> set[str]:
+def left_out(format: QuantizationFormat) -> set[str]:
     return {module for module in MODULES if format.scheme(module) is None}
 
 

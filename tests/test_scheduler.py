@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from selfspec import Engine, Rules
 from selfspec import scheduler as scheduler_module
@@ -325,6 +327,29 @@ def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch:
     assert_all_pages_free(engine)
 
 
+@pytest.mark.parametrize("how", [PLAIN, TREE], ids=["plain", "tree"])
+def test_a_long_prompt_lets_running_texts_take_a_step_after_each_of_its_chunks(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
+    prefill, step, events, engine = TorchBackend.prefill, Batch.step, [], new_engine()
+    monkeypatch.setattr(TorchBackend, "prefill", lambda *args: (events.append("chunk"), prefill(*args))[1])
+    monkeypatch.setattr(Batch, "step", lambda batch: (events.append("step"), step(batch)))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, **how}
+    running = [request_of(engine, [random_prompt(5, seed)], **options) for seed in range(2)]
+    engine.scheduler.waiting.extend(request.sequences[0] for request in running)
+    while not all(request.sequences[0].new_tokens for request in running):
+        engine.scheduler.step()
+    joining = request_of(engine, [random_prompt(100)], **options)
+    engine.scheduler.waiting.extend(joining.sequences)
+    events.clear()
+    while not joining.sequences[0].new_tokens:
+        engine.scheduler.step()
+    assert events == ["step", *["chunk", "step"] * 7], "99 tokens in chunks of 16"
+    finish(engine)
+    assert tokens_of(joining) == generate(plain_engine(), random_prompt(100), **{**options, **PLAIN})
+
+
 def test_a_sequence_that_needs_the_pages_of_prefilling_prompts_is_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only one that decodes, and needs its third page when two prompts hold the other six."""
     monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
@@ -419,7 +444,7 @@ def work(engine: Engine, index: int) -> Any:
     """One call of any kind, with settings of its own."""
     prompt, sampling = PROMPTS[index % 5], SAMPLINGS[index % len(SAMPLINGS)]
     speculation = SPECULATIONS[index % len(SPECULATIONS)]
-    options = {**sampling, "seed": index, "max_new_tokens": 3 + index % 9}
+    options = {**sampling, "seed": index, "max_new_tokens": 1 + index % 7}
     if index % 3 == 0 and sampling["do_sample"]:
         options["num_return_sequences"] = 2
     kind = index % 4
@@ -435,7 +460,7 @@ def work(engine: Engine, index: int) -> Any:
 
 
 def test_calls_from_eight_threads_get_the_tokens_of_calls_one_after_another() -> None:
-    engine, calls = new_engine(pages=16, max_batch=6), range(8 * 10)
+    engine, calls = new_engine(pages=16, max_batch=6), range(8 * 25)
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda index: work(engine, index), calls))
     assert_all_pages_free(engine)
@@ -670,6 +695,34 @@ def test_interrupts_at_any_moment_lose_no_page(engine: Engine) -> None:
     assert_all_pages_free(engine)
 
 
+def test_an_interrupt_at_any_line_of_the_callers_thread_loses_no_page(engine: Engine) -> None:
+    """At every 25th of the lines that a call runs there, the standard library's included."""
+    ids, left, interrupted = torch.tensor([PROMPTS[3]]), [0], 0
+
+    def trace(*_: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    def run_until(line: int) -> None:
+        left[0] = line
+        sys.settrace(trace)
+        try:
+            engine.generate(ids, max_new_tokens=3, do_sample=False, **TREE)
+        finally:
+            sys.settrace(None)
+
+    run_until(10**9)
+    lines = 10**9 - left[0]
+    for line in range(1, lines, 25):
+        with suppress(KeyboardInterrupt):
+            run_until(line)
+        interrupted += left[0] <= 0
+        assert_all_pages_free(engine)
+    assert interrupted > 25
+
+
 @pytest.mark.parametrize("call", ["generate", "stream", "open stream"])
 def test_a_callable_that_generates_with_its_own_engine_is_refused(engine: Engine, call: str) -> None:
     """The loop cannot wait for itself."""
@@ -714,6 +767,36 @@ def test_a_step_that_fails_fails_its_batch_and_the_loop_goes_on(
     monkeypatch.setattr(engine.model, "run", failing)
     with pytest.raises(CacheFull, match="smaller kv_cache_gb"):
         engine.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=60, **TREE)
+
+
+def test_a_fault_of_the_device_is_not_reported_as_missing_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        patch.setattr(engine.model, "run", fault)
+        engine.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=6, **TREE)
+    assert not isinstance(raised.value, CacheFull) and "kv_cache_gb" not in str(raised.value)
+
+
+def test_python_processors_are_warned_of_once_by_name_where_they_slow_decoding_down(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels; a processor of a known type runs on the device, and there is no warning of it."""
+
+    def mine(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    monkeypatch.setattr(engine._requests, "has_kernels", True)
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            request_of(engine, [[5]], logits_processor=[RepetitionPenaltyLogitsProcessor(1.3)], **PLAIN)
+            request_of(engine, [[5]], logits_processor=[mine, FailsAt(9)], **PLAIN)
+    (text,) = [str(warning.message) for warning in issued]
+    assert "mine, FailsAt are Python callables" in text and "RepetitionPenalty" not in text
 
 
 def test_a_loop_that_fails_leaves_no_caller_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

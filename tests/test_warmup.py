@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from selfspec import Engine, Rules
-from selfspec.warmup import Expected, expected_steps
+from selfspec.warmup import ExpectedRequests, expected_steps
 from tests.tiny import tiny_model
 
 
@@ -28,7 +28,7 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
 
 def test_batches_that_may_not_draft_expect_plain_steps_alone() -> None:
     engine = Engine.from_model(tiny_model("llama", num_hidden_layers=2))
-    expected = Expected(batch=32, domain=None, temperatures=(0.0,), max_length=64)
+    expected = ExpectedRequests(batch=32, domain=None, temperatures=(0.0,), max_length=64)
     steps = expected_steps(engine.drafters, Rules(), GenerationConfig(), expected)
     assert {step.sequences for step in steps if len(step.plan)} == {1, 2, 4, 8, 16}
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from selfspec.calibrate.settings import DEFAULT_MINUTES, OBJECTIVES, Settings
+from selfspec.calibrate.settings import DEFAULT_MINUTES, OBJECTIVES, CalibrationSettings
 from selfspec.commands.running import note, run
 
 _WIDTH = 120  # columns of output that does not go to a terminal
@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     domain = "prompts of one domain, as JSON lines with 'prompt' or 'messages'; repeatable (default: eight that ship)"
     add("--domain", dest="domains", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
     add("--out", type=_path, help="folder of the profile (default: the folder that profile='auto' searches)")
-    add("--exits", default="", metavar="1,2,3", help="number of layers below each exit to train (default: three exits)")
+    add("--exits", default="", metavar="1,2,3", help="number of layers below each exit to train (default: 1)")
     minutes = "time for the whole run (default: %(default)g); too short for this machine: refused, with the least"
     add("--minutes", type=float, default=DEFAULT_MINUTES, help=minutes)
     objective = "choose the exit with the most tokens per second (default) or the highest accept rate"
@@ -64,13 +64,13 @@ def calibrate(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from selfspec.calibrate.display import Display, show
+    from selfspec.calibrate.display import CalibrationDisplay, show
     from selfspec.calibrate.run import Calibration
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
-    display, settings = Display(console), settings_of(args)
+    display, settings = CalibrationDisplay(console), settings_of(args)
     try:
         profile = Calibration(settings, display).run()
     except torch.OutOfMemoryError as error:
@@ -83,7 +83,7 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> CalibrationSettings:
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()
     }
@@ -91,7 +91,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         given["exits"] = tuple(int(layer) for layer in args.exits.split(",") if layer.strip())
     except ValueError:
         raise ValueError(f"--exits {args.exits!r} must be numbers of layers like 1,2,3") from None
-    return Settings(**given)
+    return CalibrationSettings(**given)
 
 
 if __name__ == "__main__":

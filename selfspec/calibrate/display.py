@@ -37,7 +37,7 @@ class Stage:
         self._progress.update(self._task, advance=count, note=self.note, refresh=self._timed)
 
 
-class Display:
+class CalibrationDisplay:
     """Prints to a console; live lines only on a terminal."""
 
     def __init__(self, console: Console) -> None:

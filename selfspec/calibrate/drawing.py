@@ -22,7 +22,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreeDrawing:
     width: float
     height: float
     root_y: float
@@ -35,7 +35,7 @@ class TreeCard:
     """A plan for one greedy sequence, and the domains that use it; no tree for the plan `none`."""
 
     plan: Plan
-    tree: Tree | None
+    tree: TreeDrawing | None
     members: list[tuple[str, DomainChoice, PlanChoice]]
 
 
@@ -50,7 +50,7 @@ def tree_cards(profile: Profile) -> list[TreeCard]:
     return sorted(cards.values(), key=lambda card: card.tree is None)
 
 
-def draw_tree(plan: Plan) -> Tree:
+def draw_tree(plan: Plan) -> TreeDrawing:
     """The root at the left, a column for each depth; the first child is beside its parent, the others below."""
     rows = [0] * (len(plan) + 1)
     last = 0
@@ -70,4 +70,4 @@ def draw_tree(plan: Plan) -> Tree:
         Node(xs[node], ys[node], xs[parent], ys[parent], rank, min(rank, _SHADES - 1))
         for node, (parent, rank) in enumerate(zip(plan.parents, plan.ranks, strict=True), start=1)
     ]
-    return Tree(max(xs) + 34, max(ys) + 10, _TOP, step, nodes)
+    return TreeDrawing(max(xs) + 34, max(ys) + 10, _TOP, step, nodes)

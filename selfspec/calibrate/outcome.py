@@ -10,7 +10,7 @@ import torch
 
 from selfspec.calibrate import heads
 from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, candidates, choose
-from selfspec.calibrate.display import Display
+from selfspec.calibrate.display import CalibrationDisplay
 from selfspec.calibrate.heads import Trained
 from selfspec.calibrate.measuring import Measurement
 from selfspec.calibrate.prompts import Domain, Prompt
@@ -87,7 +87,9 @@ def build(
     )
 
 
-def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, plain_step: float) -> Profile:
+def try_out(
+    setup: Setup, trained: Trained, profile: Profile, display: CalibrationDisplay, plain_step: float
+) -> Profile:
     """Measures the chosen plans against plain decoding, whose steps take `plain_step` seconds; saves the profile with
     these measurements, and writes the report."""
     settings = setup.settings

@@ -15,11 +15,11 @@ import torch
 from selfspec.calibrate import heads, outcome
 from selfspec.calibrate.choice import Measured, Paths, choose
 from selfspec.calibrate.corpus import Corpus, Document, text_features
-from selfspec.calibrate.display import Display, Stage
+from selfspec.calibrate.display import CalibrationDisplay, Stage
 from selfspec.calibrate.duration import Duration, expected_duration
 from selfspec.calibrate.heads import Trained
 from selfspec.calibrate.measuring import Measurement, measure
-from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
+from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, CalibrationSettings
 from selfspec.calibrate.setup import Setup
 from selfspec.calibrate.timing import step_costs
 from selfspec.calibrate.training import Trainer
@@ -39,7 +39,7 @@ _SHOWN_SECONDS = 0.5  # between two updates of the training line
 class Calibration:
     """One calibration of one model."""
 
-    def __init__(self, settings: Settings, display: Display) -> None:
+    def __init__(self, settings: CalibrationSettings, display: CalibrationDisplay) -> None:
         self.settings, self.display = settings, display
 
     def run(self) -> Profile:
@@ -63,8 +63,7 @@ class Calibration:
         self.work.write_json("resources", asdict(setup.resources))  # from here on --resume finds a stopped run
         self.writer = Writer(setup.engine)
         if setup.trained_before is None:
-            corpus = self._write()
-            self.trained = self._train(corpus)
+            self.trained = self._train(self._write())
         else:
             names = [domain.name for domain in setup.domains]
             self.trained = Trained.from_profile(setup.trained_before, self.model, setup.layers, names)
@@ -85,7 +84,8 @@ class Calibration:
             f"{config.vocab_size:,}) on {outcome.device_name(self.model)} in {str(self.model.dtype).split('.')[-1]}"
         )
         layers = ", ".join(map(str, setup.layers))
-        exits = f"{'trains' if settings.train else 'uses the trained'} exits after {layers} layers"
+        exits = f"exit{'s' * (len(setup.layers) > 1)} after {layers} layer{'s' * (setup.layers[-1] > 1)}"
+        exits = f"{'trains' if settings.train else 'uses the trained'} {exits}"
         say(f"  domains {', '.join(domain.name for domain in setup.domains)}; {exits}; writes to {setup.out}")
         if settings.train:
             say(f"  {setup.resources.describe()}")

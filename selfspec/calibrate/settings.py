@@ -8,17 +8,17 @@ from pathlib import Path
 OBJECTIVES = {"throughput": "the most tokens per second", "accept": "the highest accept rate"}
 DEFAULT_MINUTES = 7.0
 # Shares of --minutes; the rest is for loading, reading, measuring and timing.
-WRITING_SHARE, TRAINING_SHARE, TRYING_SHARE = 0.2, 0.52, 0.1
+WRITING_SHARE, TRAINING_SHARE, TRYING_SHARE = 0.35, 0.37, 0.1
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """The settings of a calibration, as the command line gives them."""
 
     model: str = "demo"
     domains: tuple[str, ...] = ()  # NAME=PROMPTS.jsonl; (): the shipped ones
     out: Path | None = None  # None: the folder that profile="auto" searches
-    exits: tuple[int, ...] = ()  # number of layers below each; (): three that `exit_layers` chooses
+    exits: tuple[int, ...] = ()  # number of layers below each; (): one exit, after the first layer
     minutes: float = DEFAULT_MINUTES
     objective: str = "throughput"
     train: bool = True
@@ -57,17 +57,14 @@ class Settings:
         return native + (f', quantize="{self.quantize}"' if self.quantize else "")
 
     def exit_layers(self, num_layers: int) -> list[int]:
-        """Numbers of layers below the exits to train: as asked for, else three in a row in the first eighth or so."""
+        """Numbers of layers below the exits to train, in ascending order."""
         highest = num_layers // 2
         if not highest:
             raise ValueError("this model has 1 layer, and an exit needs one below it and one above: use a deeper model")
-        if not self.exits:
-            deepest = min(highest, max(3, num_layers // 8))
-            return list(range(max(1, deepest - 2), deepest + 1))
         for layer in self.exits:
             if not 0 <= layer <= highest:
                 raise ValueError(
                     f"--exits {layer} is not possible: this model has {num_layers} layers, and exits are trained in "
                     f"its lower half, after 0 (the embedding) to {highest} layers"
                 )
-        return sorted(set(self.exits))
+        return sorted(set(self.exits)) or [1]

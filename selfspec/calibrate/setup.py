@@ -12,7 +12,7 @@ from typing import Any
 from selfspec.calibrate import heads
 from selfspec.calibrate.prompts import Domain, Prompt, parse_domain, shipped_domains
 from selfspec.calibrate.resources import Resources, fit
-from selfspec.calibrate.settings import Settings
+from selfspec.calibrate.settings import CalibrationSettings
 from selfspec.calibrate.training import Recipe
 from selfspec.calibrate.work import FOLDER, Work
 from selfspec.engine import Engine
@@ -34,7 +34,7 @@ _ROUTER_LAYER = (
 class Setup:
     """A calibration that is ready to start. Raises ValueError, before any work, for what cannot be done."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CalibrationSettings) -> None:
         self.settings = settings
         self.domains = [parse_domain(text) for text in settings.domains] or shipped_domains()
         if len({domain.name for domain in self.domains}) < len(self.domains):

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from selfspec.models.config import SUPPORTED_MODEL_TYPES, ModelConfig, check_supported
 from selfspec.models.decoder import Part, model_parts
-from selfspec.models.quantized.config import Format, Scheme, read_quantization_config
+from selfspec.models.quantized.config import QuantizationFormat, Scheme, read_quantization_config
 from selfspec.models.quantized.layouts import check_weight
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -130,7 +130,7 @@ def _on_meta(stored: dict[str, Stored]) -> dict[str, torch.Tensor]:
     return {name: tensor.unread() for name, tensor in stored.items()}
 
 
-def _read_format(raw: Mapping[str, Any]) -> Format | None:
+def _read_format(raw: Mapping[str, Any]) -> QuantizationFormat | None:
     """Returns the format of quantized weights that a config.json describes; None if it describes none."""
     found = raw.get("quantization_config") or raw.get("compression_config")
     if not found:

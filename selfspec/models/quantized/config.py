@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of config.json: a Format gives each module a Scheme, or None if it stays in 16 bit.
+"""Reads `quantization_config` of config.json: a QuantizationFormat gives each module a Scheme, or None for 16 bits.
 
 Raises ValueError, which names the field, for a format that selfspec does not read. Fields that say how a checkpoint was
 made, and those about activations and the KV cache, which stay in 16 bit, are not read.
@@ -31,7 +31,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Format:
+class QuantizationFormat:
     """The quantization_config of a checkpoint."""
 
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # targets and their scheme; "Linear": all linear modules
@@ -61,7 +61,7 @@ def _match(module: str, target: str) -> int | None:
     return {module: 0, "Linear": 2}.get(target)
 
 
-def read_quantization_config(config: Mapping[str, Any]) -> Format:
+def read_quantization_config(config: Mapping[str, Any]) -> QuantizationFormat:
     """Returns the format that a quantization_config describes; raises ValueError for one that is not supported."""
     method = _text(config, "quant_method", "compressed-tensors" if "config_groups" in config else None)
     readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "fp8": _fp8}
@@ -70,7 +70,7 @@ def read_quantization_config(config: Mapping[str, Any]) -> Format:
     return readers[method](config)
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Format:
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationFormat:
     if config.get("transform_config"):
         raise _bad("transform_config", "set", "weights that need a rotation of their inputs are not supported")
     sparsity = config.get("sparsity_config") or {}
@@ -83,7 +83,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
     ignored = _texts(config, "ignore")
     for entry in (*ignored, *(target for targets, _ in schemes for target in targets)):
         _check_expression(entry)
-    return Format(schemes, ignored)
+    return QuantizationFormat(schemes, ignored)
 
 
 def _config_group(config: Mapping[str, Any], name: str, group: Any) -> tuple[tuple[str, ...], Scheme]:
@@ -130,14 +130,14 @@ def _shared(layout: str, weights: Mapping[str, Any], where: str) -> tuple[int, i
     return (1, 0) if strategy == "channel" else (0, 0)
 
 
-def _gptq(config: Mapping[str, Any]) -> Format:
+def _gptq(config: Mapping[str, Any]) -> QuantizationFormat:
     layout = config.get("checkpoint_format") or config.get("format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         raise _bad("checkpoint_format", layout, "selfspec reads gptq and gptq_v2; save the checkpoint in one of these")
     if config.get("pack_dtype") not in (None, "int32"):
         raise _bad("pack_dtype", config["pack_dtype"], "selfspec reads int32")
     scheme = Scheme(layout, _bits(config, "bits", (4, 8)), _columns(config, "group_size"), _flag(config, "sym", True))
-    return Format(((("Linear",), scheme),), _left_out_by_gptq(config))
+    return QuantizationFormat(((("Linear",), scheme),), _left_out_by_gptq(config))
 
 
 def _left_out_by_gptq(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def _left_out_by_gptq(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(left_out)
 
 
-def _awq(config: Mapping[str, Any]) -> Format:
+def _awq(config: Mapping[str, Any]) -> QuantizationFormat:
     layout = config.get("version") or config.get("format") or "gemm"
     if not isinstance(layout, str) or layout.lower() != "gemm":
         raise _bad("version", layout, "selfspec reads the gemm layout; use a checkpoint with version gemm")
@@ -167,17 +167,17 @@ def _awq(config: Mapping[str, Any]) -> Format:
         _columns(config, "group_size" if "q_group_size" not in config else "q_group_size"),
         symmetric=not _flag(config, "zero_point", True),
     )
-    return Format(((("Linear",), scheme),), ("lm_head", *_parts(config, "modules_to_not_convert")))
+    return QuantizationFormat(((("Linear",), scheme),), ("lm_head", *_parts(config, "modules_to_not_convert")))
 
 
-def _fp8(config: Mapping[str, Any]) -> Format:
+def _fp8(config: Mapping[str, Any]) -> QuantizationFormat:
     if config.get("scale_fmt") not in (None, "float"):
         raise _bad("scale_fmt", config["scale_fmt"], "selfspec reads float scales")
     if config.get("weight_block_size") is None:
         raise _bad("weight_block_size", None, "selfspec reads fp8 weights with block scales, or float-quantized ones")
     scheme = Scheme("fp8", 8, _block(config, "weight_block_size"))
     ignored = "modules_to_not_convert" if config.get("modules_to_not_convert") is not None else "ignored_layers"
-    return Format(((("Linear",), scheme),), ("lm_head", *_parts(config, ignored)))
+    return QuantizationFormat(((("Linear",), scheme),), ("lm_head", *_parts(config, ignored)))
 
 
 def _parts(config: Mapping[str, Any], field: str) -> tuple[str, ...]:

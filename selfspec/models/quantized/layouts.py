@@ -29,7 +29,7 @@ _AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of 8 columns of N, the place of eac
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTensor:
     """A tensor that a layout needs."""
 
     shape: tuple[int, ...]
@@ -61,15 +61,15 @@ def one_or_all(zeros: torch.Tensor) -> torch.Tensor | int:
     return int(first) if bool((zeros == first).all()) else zeros.contiguous()
 
 
-def expected_packed(scheme: Scheme, n: int, k: int) -> dict[str, Expected]:
+def expected_packed(scheme: Scheme, n: int, k: int) -> dict[str, ExpectedTensor]:
     per_word, groups = 32 // scheme.bits, k // scheme.group(k)
     tensors = {
-        "weight_packed": Expected((n, ceil(k / per_word)), (torch.int32,)),
-        "weight_scale": Expected((n, groups), FLOATS),
-        "weight_shape": Expected((2,), (torch.int64, torch.int32)),
+        "weight_packed": ExpectedTensor((n, ceil(k / per_word)), (torch.int32,)),
+        "weight_scale": ExpectedTensor((n, groups), FLOATS),
+        "weight_shape": ExpectedTensor((2,), (torch.int64, torch.int32)),
     }
     if not scheme.symmetric:
-        tensors["weight_zero_point"] = Expected((ceil(n / per_word), groups), (torch.int32,))
+        tensors["weight_zero_point"] = ExpectedTensor((ceil(n / per_word), groups), (torch.int32,))
     return tensors
 
 
@@ -85,11 +85,11 @@ def read_packed(module: str, scheme: Scheme, n: int, k: int, tensors: Mapping[st
     return QuantizedTensor(q, bits, tensors["weight_scale"], scheme.group(k), zero)
 
 
-def expected_plain(scheme: Scheme, n: int, k: int) -> dict[str, Expected]:
+def expected_plain(scheme: Scheme, n: int, k: int) -> dict[str, ExpectedTensor]:
     rows, columns = scheme.shared
     dtype = torch.int8 if scheme.layout == "int-quantized" else torch.float8_e4m3fn
     shape = (ceil(n / (rows or n)), ceil(k / (columns or k))) if rows else (1,)
-    return {"weight": Expected((n, k), (dtype,)), _scale_name(scheme): Expected(shape, FLOATS)}
+    return {"weight": ExpectedTensor((n, k), (dtype,)), _scale_name(scheme): ExpectedTensor(shape, FLOATS)}
 
 
 def read_plain(module: str, scheme: Scheme, n: int, k: int, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
@@ -105,13 +105,13 @@ def _scale_name(scheme: Scheme) -> str:
     return "weight_scale_inv" if scheme.layout == "fp8" else "weight_scale"
 
 
-def expected_gptq(scheme: Scheme, n: int, k: int) -> dict[str, Expected]:
+def expected_gptq(scheme: Scheme, n: int, k: int) -> dict[str, ExpectedTensor]:
     per_word, groups = 32 // scheme.bits, k // scheme.group(k)
     return {
-        "qweight": Expected((k // per_word, n), (torch.int32,)),
-        "qzeros": Expected((groups, n // per_word), (torch.int32,)),
-        "scales": Expected((groups, n), FLOATS),
-        "g_idx": Expected((k,), (torch.int32, torch.int64)),
+        "qweight": ExpectedTensor((k // per_word, n), (torch.int32,)),
+        "qzeros": ExpectedTensor((groups, n // per_word), (torch.int32,)),
+        "scales": ExpectedTensor((groups, n), FLOATS),
+        "g_idx": ExpectedTensor((k,), (torch.int32, torch.int64)),
     }
 
 
@@ -150,12 +150,12 @@ def _zeros(module: str, scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
-def expected_awq(scheme: Scheme, n: int, k: int) -> dict[str, Expected]:
+def expected_awq(scheme: Scheme, n: int, k: int) -> dict[str, ExpectedTensor]:
     groups = k // scheme.group(k)
     return {
-        "qweight": Expected((k, n // 8), (torch.int32,)),
-        "scales": Expected((groups, n), FLOATS),
-        "qzeros": Expected((groups, n // 8), (torch.int32,), optional=scheme.symmetric),
+        "qweight": ExpectedTensor((k, n // 8), (torch.int32,)),
+        "scales": ExpectedTensor((groups, n), FLOATS),
+        "qzeros": ExpectedTensor((groups, n // 8), (torch.int32,), optional=scheme.symmetric),
     }
 
 

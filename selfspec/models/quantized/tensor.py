@@ -27,7 +27,8 @@ class QuantizedTensor:
 
     w = scale * (q - zero) - minimum
 
-    Where `super_scale` is given, `scale` holds int8 or uint8 and scale * super_scale is the group's scale; likewise `minimum`.
+    Where `super_scale` is given, `scale` holds int8 or uint8 and scale * super_scale is the group's scale; likewise
+    `minimum`.
     """
 
     q: torch.Tensor  # [N, K]: uint8 of 0..15 (4 bits), int8 or float8_e4m3fn (8 bits)
