@@ -19,14 +19,14 @@ from tests.compiling import Launches
 from tests.launches_gemm import empty, next_norm, norm
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 14336, 32, 8, 128, 128256  # Llama-8B
-FORMATS = ["int8", "int8 32", "fp8", "int4 128", "int4 zeros", "q4_k", "q6_k"]
+FORMATS = ["int8", "int8 32", "int8 zeros", "fp8", "int4 128", "int4 zeros", "q4_k", "q5_1", "q6_k"]
 
 
 def weight_of(n: int, k: int, name: str) -> QuantizedWeight:
-    """int8 and fp8: one scale per row; q4_k: groups of 32 with super scales and minimums; q6_k: groups of 16 in 8 bits
-    with super scales."""
+    """int8 and fp8: one scale per row; q4_k: groups of 32 with super scales and minimums; q5_1: groups of 32 in 8 bits
+    with minimums; q6_k: groups of 16 in 8 bits with super scales."""
     dtype = {"int4": torch.uint8, "q4_k": torch.uint8, "fp8": torch.float8_e4m3fn}.get(name.split()[0], torch.int8)
-    group = {"int8": k, "fp8": k, "int8 32": 32, "q4_k": 32, "q6_k": 16}.get(name, 128)
+    group = {"int8": k, "fp8": k, "int8 32": 32, "q4_k": 32, "q5_1": 32, "q6_k": 16}.get(name, 128)
     small = partial(empty, n, k // group, dtype=torch.uint8 if name == "q4_k" else torch.int8)
     halves = partial(empty, n, k // 256, dtype=torch.float16)
     is_super = name in ("q4_k", "q6_k")
@@ -35,9 +35,9 @@ def weight_of(n: int, k: int, name: str) -> QuantizedWeight:
         small() if is_super else empty(n, k // group),
         group,
         bits=4 if dtype == torch.uint8 else 8,
-        zero=8 if name == "int4 128" else empty(n, k // group, dtype=dtype) if name == "int4 zeros" else 0,
+        zero=8 if name == "int4 128" else empty(n, k // group, dtype=dtype) if name.endswith("zeros") else 0,
         super_scale=halves() if is_super else None,
-        minimum=small() if name == "q4_k" else None,
+        minimum=small() if name == "q4_k" else empty(n, k // group) if name == "q5_1" else None,
         super_minimum=halves() if name == "q4_k" else None,
     )
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMATS = ["int8_rows", "int8", "int8 32", "fp8", "int4_symmetric", "int4 zeros", "q4_k", "q6_k"]
+FORMATS = ["int8_rows", "int8", "int8 32", "int8 zeros", "fp8", "int4_symmetric", "int4 zeros", "q4_k", "q5_1", "q6_k"]
 SHAPES = [(HIDDEN, INNER), (28672, HIDDEN), (576, 576), (640, 1536)]  # Llama-8B's and smaller ones
 COUNTS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 129]
 ROWS = 200
@@ -34,6 +34,12 @@ def weight_of(n: int, k: int, name: str) -> QuantizedWeight:
         return QuantizedWeight.pack(torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn), halves(n, 1), k, bits=8)
     if name == "int8 32":
         return QuantizedWeight.pack(rand(-128, 128, (n, k), dtype=torch.int8), halves(n, k // 32), 32, bits=8)
+    if name == "int8 zeros":
+        q, zeros = (rand(-128, 128, (n, width), dtype=torch.int8) for width in (k, k // 64))
+        return QuantizedWeight.pack(q, halves(n, k // 64), 64, bits=8, zero=zeros)
+    if name == "q5_1":
+        q = rand(0, 32, (n, k), dtype=torch.int8)
+        return QuantizedWeight.pack(q, halves(n, k // 32), 32, bits=8, minimum=halves(n, k // 32) * 16)
     if name == "q6_k":
         q, scale = (rand(-32, 32, (n, width), dtype=torch.int8) for width in (k, k // 16))
         if k % 256:
