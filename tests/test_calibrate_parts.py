@@ -448,14 +448,14 @@ def fitted(monkeypatch: pytest.MonkeyPatch):
     """Sizes for a tiny model in some bytes of free memory."""
     model = adopt(tiny_model("llama", dtype=torch.float32))
 
-    def fit_in(free: int, exits: int = 3) -> Resources:
+    def fit_in(free: int) -> Resources:
         monkeypatch.setattr(resources, "free_device_bytes", lambda _: free)
-        return fit(model, exits, RECIPE, 101)
+        return fit(model, RECIPE, 101)
 
     return fit_in
 
 
-def test_less_memory_gives_fewer_rows_and_then_fewer_exits_together(fitted) -> None:
+def test_less_memory_gives_fewer_rows(fitted) -> None:
     found = []
     for free in (2**shift for shift in range(36, 18, -1)):
         try:
@@ -463,24 +463,10 @@ def test_less_memory_gives_fewer_rows_and_then_fewer_exits_together(fitted) -> N
         except ValueError:
             break
     for more, less in zip(found, found[1:], strict=False):
-        assert less.exits_together * less.training_rows <= more.exits_together * more.training_rows
-        assert less.exits_together <= more.exits_together
+        assert less.training_rows <= more.training_rows
         assert less.most_tokens <= more.most_tokens
-    assert (found[0].training_rows, found[0].exits_together) == (32, 3)
-    assert len({part.training_rows for part in found}) > 2
-    assert {part.exits_together for part in found} >= {3, 1}
+    assert found[0].training_rows == 32 and len({part.training_rows for part in found}) > 2
     assert all(part.training_rows >= 4 and part.most_tokens >= 128 * part.training_rows for part in found)
-
-
-def test_exits_are_divided_evenly(fitted) -> None:
-    """Four exits of which three fit are trained as two and two."""
-    together = set()
-    for free in (int(1.1**power) for power in range(200, 150, -1)):
-        try:
-            together.add(fitted(free, exits=4).exits_together)
-        except ValueError:
-            break
-    assert together <= {4, 2, 1} and 2 in together
 
 
 @pytest.mark.parametrize("free", [0, 1000, 100_000])
@@ -496,7 +482,7 @@ def test_hidden_states_are_kept_in_host_memory_where_the_device_is_full(monkeypa
     places = {}
     for free in (int(2**30 * 0.9**power) for power in range(40)):
         monkeypatch.setattr(resources, "free_device_bytes", lambda _, free=free: free)
-        part = fit(gpu, 3, RECIPE, 101)
+        part = fit(gpu, RECIPE, 101)
         places[part.states_on] = part
         assert ("host memory" in part.describe()) == (part.states_on == "cpu")
     assert set(places) == {"cuda", "cpu"}

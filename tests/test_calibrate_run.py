@@ -315,7 +315,7 @@ def test_a_run_stopped_in_every_stage_gives_the_same_profile(place: Place, whole
         stop_at(patch, run, "measure", lambda *_: True)
         assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
         assert [number for _, _, number, *_ in written] == [1]
-        assert len(trained) == 25, "fifteen of forty steps are not trained again"
+        assert len(trained) == 25 + 40, "fifteen steps of the first of two exits are not trained again"
 
     with pytest.MonkeyPatch.context() as patch:
         written = stop_at(patch, Writer, "chunk", lambda *_: False)
@@ -406,23 +406,20 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
     quickly.setattr(run.Calibration, "_measured_costs", MEASURED_COSTS)
     quickly.setattr(timing, "_TIMED", 2)
     quickly.setattr(outcome, "SETTINGS", SHORT_TRIALS[:1])
-    fitting = setup.fit
     recipe = Recipe.for_device
     quickly.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), warmup=WARM_UP))
-    quickly.setattr(setup, "fit", lambda *arguments: replace(fitting(*arguments), exits_together=1))
     corpora: list[Corpus] = []
 
     class Recorded(Trainer):
-        def __init__(self, model: Any, layers: list[int], corpus: Corpus, *arguments: Any, **options: Any) -> None:
+        def __init__(self, model: Any, layer: int, corpus: Corpus, *arguments: Any, **options: Any) -> None:
             corpora.append(corpus)
-            assert len(layers) == 1
-            super().__init__(model, layers, corpus, *arguments, **options)
+            super().__init__(model, layer, corpus, *arguments, **options)
 
     quickly.setattr(run, "Trainer", Recorded)
     done = here.calibrate(None, "--minutes", "0.1", "--exits", "1,2", "--text", str(own))
     assert done.code == 0, done.text
     assert "takes about " in done.text and "\ntime " in done.text
-    assert len(corpora) == 2, "two groups of one exit"
+    assert len(corpora) == 2, "one for each exit"
 
     (folder,) = (tmp_path / "home" / "profiles").iterdir()
     profile = Profile.load(folder)

@@ -75,9 +75,8 @@ def expected_duration(setup: Setup) -> Duration:
     stages, least = {}, {}
     if settings.train:
         tokens = max(settings.tokens or 0, recipe.length * recipe.documents)  # at least one chunk
-        groups = ceil(len(setup.layers) / setup.resources.exits_together)
         write = cost.of(tokens / setup.engine.max_batch, _WRITTEN_ROWS * tokens)
-        train = (settings.steps or recipe.least_steps) * training_step_seconds(setup) * groups
+        train = (settings.steps or recipe.least_steps) * training_step_seconds(setup) * len(setup.layers)
         stages = {"write": write, "read": cost.of(0, tokens), "train": train}
         if settings.tokens is None:
             least["write"] = write, WRITING_SHARE
@@ -107,7 +106,7 @@ def pass_cost(setup: Setup) -> PassCost:
 
 
 def training_step_seconds(setup: Setup) -> float:
-    """Seconds of a training step of one group of exits, on text of zeros."""
+    """Seconds of a training step of the deepest exit, on text of zeros."""
     recipe, model = setup.recipe, setup.model
     corpus = Corpus.empty(recipe.rows, recipe.length)
     corpus.documents.fill_(1)
@@ -115,5 +114,5 @@ def training_step_seconds(setup: Setup) -> float:
     shape = *corpus.tokens.shape, FEATURE_STATES * model.config.hidden_size
     features = torch.zeros(shape, dtype=model.dtype, device=setup.resources.states_on)
     head_rows = torch.arange(heads.largest_head(setup.vocabulary), device=model.device)
-    layers = setup.layers[: setup.resources.exits_together]
-    return Trainer(model, layers, corpus, features, head_rows, replace(recipe, warmup=1), steps=4).seconds_per_step()
+    recipe = replace(recipe, warmup=1)
+    return Trainer(model, setup.layers[-1], corpus, features, head_rows, recipe, steps=4).seconds_per_step()

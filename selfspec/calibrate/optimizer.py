@@ -1,4 +1,4 @@
-"""The optimizer of the exits: orthogonalised momentum for matrices, Adam for vectors.
+"""The optimizer of an exit: orthogonalised momentum for matrices, Adam for vectors.
 
 Updates tensors in place, so that a step can be captured as a CUDA graph and saved without loss.
 """
@@ -32,20 +32,20 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def step(self, gradients: dict[str, torch.Tensor], rates: dict[str, torch.Tensor] | None = None) -> None:
-        """`rates` gives each parameter its learning rate; None: all have `learning_rate`. A rate of 0 keeps a parameter
-        as it is; a gradient of 0 does not, since orthogonalising gives any momentum the same size."""
-        rates = rates or dict.fromkeys(gradients, self.learning_rate)
+    def step(self, gradients: dict[str, torch.Tensor], rate: torch.Tensor | None = None) -> None:
+        """rate: None: `learning_rate`. A rate of 0 keeps the parameters as they are; gradients of 0 do not, since
+        orthogonalising gives any momentum the same size."""
+        rate = self.learning_rate if rate is None else rate
         self.count += 1
         for name, gradient in gradients.items():
             if self.parameters[name].ndim == 1:
-                self._vector_step(name, gradient, rates[name])
+                self._vector_step(name, gradient, rate)
         by_shape: dict[torch.Size, list[str]] = {}
         for name, gradient in gradients.items():
             if gradient.ndim == 2:
                 by_shape.setdefault(gradient.shape, []).append(name)
         for names in by_shape.values():
-            self._matrix_step(names, gradients, rates)
+            self._matrix_step(names, gradients, rate)
 
     def _vector_step(self, name: str, gradient: torch.Tensor, rate: torch.Tensor) -> None:
         parameter, momentum, square = self.parameters[name], self.momentum[name], self.square[name]
@@ -55,9 +55,7 @@ class Optimizer:
         scale = (square / (1 - _BETA2**self.count)).sqrt() + _EPSILON
         parameter.sub_(rate * mean / scale)
 
-    def _matrix_step(
-        self, names: list[str], gradients: dict[str, torch.Tensor], rates: dict[str, torch.Tensor]
-    ) -> None:
+    def _matrix_step(self, names: list[str], gradients: dict[str, torch.Tensor], rate: torch.Tensor) -> None:
         """All matrices of one shape at once."""
         directions = []
         for name in names:
@@ -67,8 +65,8 @@ class Optimizer:
         size = _MATRIX_SCALE * max(updates.shape[1:]) ** 0.5
         for name, update in zip(names, updates, strict=True):
             parameter = self.parameters[name]
-            parameter.mul_(1 - rates[name] * _WEIGHT_DECAY)
-            parameter.sub_(rates[name] * size * update)
+            parameter.mul_(1 - rate * _WEIGHT_DECAY)
+            parameter.sub_(rate * size * update)
 
 
 def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Sizes that fit in memory: rows and exits trained at once, and where the model's hidden states are kept."""
+"""Sizes that fit in memory: rows of a training step, and where the model's hidden states are kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 from selfspec.calibrate.training import Recipe
 from selfspec.memory import free_device_bytes, free_host_bytes
@@ -21,50 +21,36 @@ class Resources:
 
     free_bytes: int  # on the device, beside the weights and the KV cache
     training_rows: int  # of a training step
-    exits_together: int  # exits that one training step trains
     states_on: str  # device that keeps the model's hidden states: "cuda" or "cpu"
     most_tokens: int  # of training text, padding included: as many as there is memory for their hidden states
 
     def describe(self) -> str:
         place = "on the device" if self.states_on != "cpu" else "in host memory"
-        exits = f"{self.exits_together} exits together" if self.exits_together > 1 else "one exit at a time"
         return (
-            f"{self.free_bytes / 1e9:.1f} GB free: trains {exits} on {self.training_rows} rows a step, keeps the "
-            f"model's hidden states {place} (at most {self.most_tokens / 1e6:.1f} M tokens)"
+            f"{self.free_bytes / 1e9:.1f} GB free: trains on {self.training_rows} rows a step, keeps the model's "
+            f"hidden states {place} (at most {self.most_tokens / 1e6:.1f} M tokens)"
         )
 
 
-def fit(model: Decoder, exits: int, recipe: Recipe, head_rows: int) -> Resources:
-    """Sizes for training `exits` exits of this model. Raises ValueError where not even the smallest fit."""
-    free = free_device_bytes(model.device)
-    together, rows = _training_fit(model, exits, recipe, head_rows, free)
-    if not rows:
+def fit(model: Decoder, recipe: Recipe, head_rows: int) -> Resources:
+    """Sizes for training an exit of this model. Raises ValueError where not even the smallest fit."""
+    free, rows = free_device_bytes(model.device), recipe.rows
+    while rows >= _LEAST_ROWS and _training_bytes(model, recipe, head_rows, rows) > _TRAINING_SHARE * free:
+        rows //= 2
+    if rows < _LEAST_ROWS:
         raise ValueError(
             f"{model.device} has {free / 1e9:.2f} GB of free memory, too little to train exits of this model: free "
             "some memory, or use a smaller model"
         )
-    spare = free - together * _training_bytes(model, recipe, head_rows, rows)
+    spare = free - _training_bytes(model, recipe, head_rows, rows)
     on_device = model.device.type == "cpu" or spare > 0.5 * free
     for_states = _TRAINING_SHARE * spare if on_device else _HOST_SHARE * free_host_bytes()
     tokens = for_states / (FEATURE_STATES * model.config.hidden_size * model.dtype.itemsize)
-    return Resources(
-        free, rows, together, model.device.type if on_device else "cpu", max(int(tokens), recipe.length * rows)
-    )
-
-
-def _training_fit(model: Decoder, exits: int, recipe: Recipe, head_rows: int, free: int) -> tuple[int, int]:
-    """Exits that can be trained together, and rows of a step; halves the rows before it takes fewer exits."""
-    for together in range(exits, 0, -1):
-        rows = recipe.rows
-        while rows >= _LEAST_ROWS:
-            if together * _training_bytes(model, recipe, head_rows, rows) <= _TRAINING_SHARE * free:
-                return ceil(exits / ceil(exits / together)), rows
-            rows //= 2
-    return 0, 0
+    return Resources(free, rows, model.device.type if on_device else "cpu", max(int(tokens), recipe.length * rows))
 
 
 def _training_bytes(model: Decoder, recipe: Recipe, head_rows: int, rows: int) -> int:
-    """About what one exit needs in training: its optimizer, a step's activations, and its logits."""
+    """About what an exit needs in training: its optimizer, a step's activations, and its logits."""
     config = model.config
     parameters = sum(prod(tensor.shape) for tensor in model.layers[0].tensors().values())
     parameters += 3 * config.hidden_size**2

@@ -175,22 +175,21 @@ class Calibration:
         amounts = {"tokens": float(corpus.predicts.sum())}
         if setup.resources.states_on == device.type:
             corpus = corpus.to(device)
-        together, exits = setup.resources.exits_together, []
-        groups = [setup.layers[start : start + together] for start in range(0, len(setup.layers), together)]
-        for layers in groups:
-            trainer = Trainer(self.model, layers, corpus, features, head_rows, setup.recipe, steps=1)
+        exits = []
+        for layer in setup.layers:
+            trainer = Trainer(self.model, layer, corpus, features, head_rows, setup.recipe, steps=1)
             with self.display.stage("train") as stage:
-                self._train_group(trainer, len(groups), stage)
-            exits += trainer.exits()
+                self._train_exit(trainer, stage)
+            exits.append(trainer.exit())
             amounts["steps"] = float(max(trainer.steps, amounts.get("steps", 0)))
             del trainer
             _free_memory(device)
         return Trained(exits, heads.ordered_rows(uses), amounts)
 
-    def _train_group(self, trainer: Trainer, groups: int, stage: Stage) -> None:
-        """Trains some exits together to the end, from the last checkpoint where there is one."""
-        name = "exits-" + "-".join(str(student.layer) for student in trainer.students)
-        trainer.steps = self._steps(name, trainer, groups)
+    def _train_exit(self, trainer: Trainer, stage: Stage) -> None:
+        """Trains an exit to the end, from the last checkpoint where there is one."""
+        name = f"exit-{trainer.student.layer}"
+        trainer.steps = self._steps(name, trainer)
         stored = self.work.read_tensors(name)
         if stored is not None:
             trainer.restore(stored)
@@ -207,15 +206,15 @@ class Calibration:
                 self.work.write_tensors(name, trainer.state())
                 saved = time.perf_counter()
         self.work.write_tensors(name, trainer.state())
-        stage.note = f"{trainer.steps} steps; {trainer.note()}"
+        stage.note = f"layer {trainer.student.layer}: {trainer.steps} steps; {trainer.note()}"
 
-    def _steps(self, name: str, trainer: Trainer, groups: int) -> int:
+    def _steps(self, name: str, trainer: Trainer) -> int:
         """The number of training steps, decided once: as asked for, else as many as fit in the time."""
         decided = self.work.read_json(f"steps-{name}")
         if decided is None:
             decided = self.settings.steps
             if decided is None:
-                seconds = TRAINING_SHARE * self.settings.minutes * 60 / groups
+                seconds = TRAINING_SHARE * self.settings.minutes * 60 / len(self.setup.layers)
                 decided = max(self.setup.recipe.least_steps, int(seconds / trainer.seconds_per_step()))
             self.work.write_json(f"steps-{name}", decided)
         return decided

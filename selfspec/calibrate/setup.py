@@ -123,7 +123,7 @@ class Setup:
         stored = self.work.read_json("resources") if self.work.resumed else None
         if stored is not None:
             return Resources(**stored)
-        return fit(self.model, len(self.layers), recipe, heads.largest_head(self.vocabulary))
+        return fit(self.model, recipe, heads.largest_head(self.vocabulary))
 
     def _profile_with_exits(self) -> Profile:
         """The profile in the output folder, else the one that is found for the model; sets the layers to its exits'."""

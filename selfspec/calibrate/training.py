@@ -1,7 +1,7 @@
-"""Trains the blocks of several exits at once to predict the model's distribution. The model's weights do not change.
+"""Trains the block of an exit to predict the model's distribution. The model's weights do not change.
 
-A step runs the layers below the exits over some rows of text, then drafts from random roots in it as the engine does: a
-block computes the root's state after committed text, then the next token's state from its own state at the root in
+A step runs the layers below the exit over some rows of text, then drafts from random roots in it as the engine does:
+the block computes the root's state after committed text, then the next token's state from its own state at the root in
 place of the model's, and so on. The loss is the cross entropy with the model's distribution over the rows of the LM
 head that drafts are chosen from, plus the squared error of the states that the head reads.
 """
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 @dataclass(frozen=True)
 class Recipe:
-    """How exits are trained, and on text of what shape."""
+    """How an exit is trained, and on text of what shape."""
 
     documents: int = 1024  # of a chunk of text
     length: int = 512  # tokens of a packed row
@@ -61,7 +62,7 @@ class Recipe:
 
 
 class Student:
-    """The trainable copy of one exit: float32 parameters, fused and cast to the model's dtype where they are used."""
+    """The trainable copy of an exit: float32 parameters, fused and cast to the model's dtype where they are used."""
 
     def __init__(self, model: Decoder, layer: int) -> None:
         self.model, self.layer = model, layer
@@ -91,13 +92,13 @@ class Student:
 
 
 class Trainer:
-    """Several exits of one model in training. Which text a step sees depends only on its number, so training continues
-    from a checkpoint as if it had not stopped."""
+    """An exit in training. Which text a step sees depends only on its number, so training continues from a checkpoint
+    as if it had not stopped."""
 
     def __init__(
         self,
         model: Decoder,
-        layers: list[int],
+        layer: int,
         corpus: Corpus,
         features: torch.Tensor,  # [R, T, 2 * hidden] the LM head's input, and the state after half of the layers
         head_rows: torch.Tensor,
@@ -106,18 +107,17 @@ class Trainer:
     ) -> None:
         self.model, self.corpus, self.features, self.recipe, self.steps = model, corpus, features, recipe, steps
         self.head = model.head.rows(head_rows, model.dtype)  # [K, hidden]
-        self.students = [Student(model, layer) for layer in sorted(layers)]
-        named = {f"{s.layer}.{name}": tensor for s in self.students for name, tensor in s.parameters.items()}
-        self.optimizer = Optimizer(named)
+        self.student = Student(model, layer)
+        self.optimizer = Optimizer(self.student.parameters)
         self.step = 0
         self._places = _Places(corpus, recipe.depths)
         rows, device = min(recipe.rows, len(corpus)), model.device
         self._batch = Corpus(*(tensor[:rows].to(device, copy=True) for tensor in vars(corpus).values()))
         self._features = features[:rows].to(device, copy=True)
         self._roots = torch.zeros(rows, recipe.roots, dtype=torch.int64, device=device)
-        # [2, exits, depths] of the last step: the loss, and the share of positions with the model's best token.
-        self.seen = torch.zeros(2, len(self.students), recipe.depths, device=device)
-        self.left_out = torch.zeros(len(self.students), device=device)  # steps of each exit with infinite gradients
+        # [2, depths] of the last step: the loss, and the share of positions with the model's best token.
+        self.seen = torch.zeros(2, recipe.depths, device=device)
+        self.left_out = torch.zeros((), device=device)  # steps with infinite gradients
         self._replay: Callable[[], None] | None = None
         self._steps_here = 0
 
@@ -133,18 +133,16 @@ class Trainer:
                 tensor.copy_(state[name])
 
     @torch.no_grad()
-    def exits(self) -> list[Exit]:
-        """Copies of the exits with their current parameters."""
-        return [student.exit() for student in self.students]
+    def exit(self) -> Exit:
+        """A copy of the exit with its current parameters."""
+        return self.student.exit()
 
     def note(self) -> str:
         """Loss and agreement of the last step at the first depth, and how many steps were left out."""
-        loss, right = self.seen[:, :, 0].tolist()
-        pairs = zip(self.students, right, strict=True)
-        agreement = ", ".join(f"{share:.2f} (layer {student.layer})" for student, share in pairs)
-        left_out = int(self.left_out.sum())
+        loss, agreement = self.seen[:, 0].tolist()
+        left_out = int(self.left_out)
         note = f"; {left_out} steps with infinite gradients were left out" if left_out else ""
-        return f"loss {sum(loss) / len(loss):.3f}, agreement with the model {agreement}{note}"
+        return f"loss {loss:.3f}, agreement with the model {agreement:.2f}{note}"
 
     def seconds_per_step(self) -> float:
         """Measures the time of a step by training some steps; then restores the state before them."""
@@ -187,39 +185,28 @@ class Trainer:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     def _compute(self) -> None:
-        names, tensors = zip(*self.optimizer.parameters.items(), strict=True)
-        gradients = dict(zip(names, torch.autograd.grad(self._loss(), tensors), strict=True))
-        rates: dict[str, torch.Tensor] = {}
-        for index, student in enumerate(self.students):  # leaves an exit as it is where its gradients are infinite
-            own = [f"{student.layer}.{name}" for name in student.parameters]
-            finite = torch.stack(torch._foreach_norm([gradients[name] for name in own])).isfinite().all()
-            gradients |= {name: torch.where(finite, gradients[name], 0) for name in own}
-            rates |= dict.fromkeys(own, torch.where(finite, self.optimizer.learning_rate, 0))
-            self.left_out[index] += ~finite
-        self.optimizer.step(gradients, rates)
+        names, tensors = zip(*self.student.parameters.items(), strict=True)
+        gradients = torch.autograd.grad(self._loss(), tensors)
+        finite = torch.stack(torch._foreach_norm(gradients)).isfinite().all()  # else the exit stays as it is
+        self.left_out += ~finite
+        kept = {name: torch.where(finite, tensor, 0) for name, tensor in zip(names, gradients, strict=True)}
+        self.optimizer.step(kept, torch.where(finite, self.optimizer.learning_rate, 0))
 
     def _loss(self) -> torch.Tensor:
         recipe, states = self.recipe, hidden_states(self.model, self._batch)
         with torch.no_grad():
-            below = [next(states) for _ in range(self.students[-1].layer + 1)]
-        drafts = [
-            draft_head_inputs(
-                student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths
-            )
-            for student in self.students
-        ]
+            below = next(islice(states, self.student.layer, None))
+        drafted = draft_head_inputs(self.student.exit(), below, self._features, self._batch, self._roots, recipe.depths)
         compute, cap = fused_head_loss() if recipe.compiled else head_loss, self.model.config.logit_softcap
         total = torch.zeros((), device=self.model.device)
         for depth in range(recipe.depths):
             wanted = self._wanted(depth)
-            goal = Linear(self.head).apply(wanted)
-            for index, drafted in enumerate(drafts):
-                head_input = drafted[depth].flatten(0, 1)
-                loss, right = HeadLoss.apply(head_input, goal, self.head, cap, compute)
-                error = relative_error(head_input, wanted)
-                total = total + recipe.depth_weights[depth] * (loss + recipe.error_weight * error)
-                self.seen[0, index, depth] = loss.detach()
-                self.seen[1, index, depth] = right
+            head_input = drafted[depth].flatten(0, 1)
+            loss, right = HeadLoss.apply(head_input, Linear(self.head).apply(wanted), self.head, cap, compute)
+            error = relative_error(head_input, wanted)
+            total = total + recipe.depth_weights[depth] * (loss + recipe.error_weight * error)
+            self.seen[0, depth] = loss.detach()
+            self.seen[1, depth] = right
         return total
 
     def _wanted(self, depth: int) -> torch.Tensor:
