@@ -9,8 +9,8 @@ some 8-bit weights, a negative zero ($10); $7, $9 and $11 repeat them:
 
 bfloat16: an integer below 256 in the lowest 8 bits of a bfloat16 is the number integer * 2 ** -133, since those bits
 are its fraction and the lowest bit of its exponent. A number that is 4 bits further up is 16 times as large. So one
-fused multiply-add makes a weight of it. Weights come out divided by 2 ** 64, so that $6 stays below the largest
-bfloat16; the sums are multiplied by it.
+fused multiply-add makes a weight of it. $6 would be scale * 2 ** 133, above the largest bfloat16 for scales from
+2 ** -5 on. It is divided by 2 ** 64, so weights are 2 ** 64 too small, and `quantized_sums` multiplies the sums by it.
 
 float16: an integer below 1024 in the lower bits of 1024.0 is 1024 + integer, from which 1024 is subtracted first.
 """
@@ -35,12 +35,13 @@ class Conversion:
     scale_factor: float  # $6 is scale * scale_factor
     offset_factor: float  # $8 is -offset * offset_factor
     sum_factor: float  # by which the sums are multiplied
-    zero: int  # that the numbers of the texts have beside the weight's own zero; times the scale it is in the offset
-    minus_zero: int  # bits of $10, twice, for the zero -128 of 8-bit weights; added to them is the zero + 128, twice
+    folded_zero: int  # 128 where int8 is read as number + 128, which $8 subtracts with the offset: 128 * scale; else 0
+    minus_zero: int  # $10 for the zero -128 of 8-bit weights, twice its bits; other zeros: plus (zero + 128) * 0x10001
 
 
 def conversion(kind: str, dtype: torch.dtype, subtracts: bool) -> Conversion:
-    """kind: int4, int8 or fp8. subtracts: with int8, $10 subtracts zeros before rounding; else there are none."""
+    """kind: int4, int8 or fp8. subtracts (int8 only): $10 is added to the numbers before they are scaled; otherwise
+    zeros are part of the offset."""
     if dtype == torch.bfloat16:
         low, high = (_bfloat16(kind, subtracts, is_high) for is_high in (False, True))
         factor = 2.0**120 if kind == "fp8" else 2.0**133

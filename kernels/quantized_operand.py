@@ -172,11 +172,11 @@ def _load_scales(
     source, default, column, rows, COLUMNS: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads the COUNT values of the COLUMNS columns from `column` on: [4, 8, B, rows / 8, COUNT] or, if they have 32
-    bits or more together, as 32-bit words [..., words]. Returns `default` if `source` is None.
+    """Loads the COUNT values of the COLUMNS columns from `column` on: [4, 8, B, rows / 8, COUNT]; as 32-bit words
+    [..., words] if they have 32 bits or more together, or 8 bits each. Returns `default` if `source` is None.
 
-    Fewer than 4 values of 8 bits come in the low bytes of a word: if they were loaded as bytes, the compiler would give
-    the dots another order of columns than `_ordered` and move numbers between threads."""
+    Fewer than 4 bytes lie in the low bytes of their word: if they were loaded as bytes, the compiler would give the
+    dots another order of columns than `_ordered` and move numbers between threads."""
     if source is None:
         return default
     else:
@@ -295,8 +295,8 @@ def _as_pair(v, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _of_quarter(even, odd, PARTS: tl.constexpr):
-    """Of two groups of 16 columns the threads with lane % 4 < 2 have the first; otherwise both are the same."""
+def _select_group_of_16(even, odd, PARTS: tl.constexpr):
+    """Groups of 16 columns: threads with lane % 4 < 2 take `even`, the others `odd`. Larger groups: `even`."""
     if PARTS == 8:
         return tl.where((tl.arange(0, 4) < 2)[:, None, None, None], even, odd)
     else:
@@ -306,36 +306,37 @@ def _of_quarter(even, odd, PARTS: tl.constexpr):
 @jit
 def scaling_of(scales, weight, QUARTER: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Returns scale, negative offset and zero of the columns of a quarter of a step that a thread has, [4, 8, B,
-    rows / 8]: in float32 or, for PTX, as pairs. The offset of 4-bit weights is minimum + zero * scale, that of others
-    the minimum."""
+    rows / 8]: in float32 or, for PTX, as pairs. The offset is minimum + zero * scale for 4-bit weights; for others the
+    minimum or, for bfloat16 from int8 without zeros and minimums, 128 * scale."""
     PARTS: tl.constexpr = FORMAT.parts
     FIRST: tl.constexpr = QUARTER * PARTS // 4
     LAST: tl.constexpr = FIRST + (1 if PARTS == 8 else 0)
     MINUS: tl.constexpr = -FORMAT.convert.offset_factor
-    IN_OFFSET: tl.constexpr = FORMAT.kind == "int4" and (FORMAT.has_zeros or FORMAT.zero != 0)
-    # Multiplied last where zeros are part of the offset: the quotient of the factors is no normal float32.
-    FACTOR: tl.constexpr = 1.0 if IN_OFFSET or FORMAT.convert.zero else FORMAT.convert.scale_factor
-    scale = _of_quarter(
+    SCALES_ZERO: tl.constexpr = FORMAT.kind == "int4" and FORMAT.has_zeros  # zeros of groups are part of the offset
+    CONSTANT: tl.constexpr = FORMAT.zero + FORMAT.convert.folded_zero
+    IN_OFFSET: tl.constexpr = SCALES_ZERO or CONSTANT != 0
+    # Where the offset needs the plain scale, the factor comes last: offset_factor / scale_factor is subnormal.
+    FACTOR: tl.constexpr = 1.0 if IN_OFFSET else FORMAT.convert.scale_factor
+    scale = _select_group_of_16(
         _scale(scales, weight, 0, FIRST, FACTOR, FORMAT), _scale(scales, weight, 0, LAST, FACTOR, FORMAT), PARTS
     )
-    zero = tl.zeros(scale.shape, tl.float32)
+    zero = tl.full(scale.shape, CONSTANT, tl.float32)
     if FORMAT.has_zeros:
         ZERO: tl.constexpr = weight[3].dtype.element_ty
-        zero = _of_quarter(_value(scales[1], ZERO, FIRST, PARTS), _value(scales[1], ZERO, LAST, PARTS), PARTS)
+        zero = _select_group_of_16(_value(scales[1], ZERO, FIRST, PARTS), _value(scales[1], ZERO, LAST, PARTS), PARTS)
     minus_offset = tl.full(scale.shape, -0.0, tl.float32)
-    if IN_OFFSET or FORMAT.convert.zero:
-        minus_offset = scale * MINUS * (zero + FORMAT.zero if IN_OFFSET else FORMAT.convert.zero)
-        scale *= FORMAT.convert.scale_factor
     if FORMAT.has_minimum:
-        minus_minimum = _of_quarter(
+        minus_offset = _select_group_of_16(
             _scale(scales, weight, 1, FIRST, MINUS, FORMAT), _scale(scales, weight, 1, LAST, MINUS, FORMAT), PARTS
         )
-        minus_offset = minus_offset + minus_minimum if IN_OFFSET or FORMAT.convert.zero else minus_minimum
+    if IN_OFFSET:
+        in_offset = scale * MINUS * zero
+        minus_offset = minus_offset + in_offset if FORMAT.has_minimum else in_offset
+        scale *= FORMAT.convert.scale_factor
+        zero = tl.zeros(scale.shape, tl.float32)
     if FORMAT.convert.low is not None:
         zero = tl.full(scale.shape, FORMAT.convert.minus_zero + 128 * 0x10001, tl.int32)
         if FORMAT.has_zeros and FORMAT.kind == "int8":
-            bits = _of_quarter(_bits_of(scales[1], FIRST, PARTS, 8), _bits_of(scales[1], LAST, PARTS, 8), PARTS)
+            bits = _select_group_of_16(_bits_of(scales[1], FIRST, PARTS, 8), _bits_of(scales[1], LAST, PARTS, 8), PARTS)
             zero = ((bits & 255) ^ 128) * 0x10001 + FORMAT.convert.minus_zero
-    elif FORMAT.kind == "int4":
-        zero = tl.zeros(scale.shape, tl.float32)
     return _as_pair(scale, FORMAT, DTYPE), _as_pair(minus_offset, FORMAT, DTYPE), zero

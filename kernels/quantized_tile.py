@@ -2,7 +2,7 @@
 units (64 columns), steps (128 columns) and groups (columns that share a scale).
 
 The loop makes a weight of each stored number, as `QuantizedWeight.rounded` defines it: rounded to x's dtype, in which
-scale and minimum are rounded first. So no scale remains to be applied to sums, whatever the group's size.
+scale and offset are rounded first. So no scale remains to be applied to sums, whatever the group's size.
 
 A program's warps divide K into SPLITS splits, and the weight rows of its tile among ROW_WARPS warps: warp b sums split
 b // ROW_WARPS of K for part b % ROW_WARPS of the weight rows. The splits are added as a balanced tree. The result of a
@@ -72,7 +72,8 @@ def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.con
 def _load_step(
     place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Loads a step: words, scales of groups and, if AHEAD, x. Returns words in place of scales and x not loaded."""
+    """Loads a step: words, scales of groups and, if AHEAD, x. Where scales or x are not loaded, the first words stand
+    in their place."""
     weight_at, rows, _, first, _ = place
     WORDS: tl.constexpr = FORMAT.tile_rows * FORMAT.half // 4  # words of 16 rows of a unit (8 bits: of half a unit)
     PARTS: tl.constexpr = 2 if FORMAT.kind == "int4" else 4

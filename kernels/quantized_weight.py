@@ -13,7 +13,7 @@ columns of a row and then its minimums are neighbours, so are its zeros, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
@@ -26,20 +26,21 @@ HALF = 32  # columns of half a unit
 STEP = 128  # columns that a warp multiplies with one load of scales
 TILE_ROWS = 16  # rows whose bytes of a unit are neighbours
 SUPER_COLUMNS = 256  # columns that share a super_scale or super_minimum
+_SCALES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
 _KINDS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Made by `pack`. Where `super_scale` is given, `scale` is int8 or uint8, and a group's scale, or minimum, is the
-    product of both. Groups of padded columns have scale 0."""
+    """Made by `pack`. Where `super_scale` is given, `scale` is int8 or uint8, and a group's scale is scale *
+    super_scale; its minimum likewise, with the last index 1 of super_scale. Groups of padded columns have scale 0."""
 
     packed: torch.Tensor  # [N / 16, units, 1 (4 bits) or 2 halves, 16 rows, 32]: uint8 (4 bits), int8 or float8_e4m3fn
     scale: torch.Tensor  # [steps, N, scales of a step, then minimums]; groups larger than a step: [groups, N, 1 or 2]
     columns: int  # K
     group: int  # columns that share a scale: 16, 32, 64, a multiple of 128, or K: one scale per row
     has_minimum: bool = False
-    zero: torch.Tensor | int = 0  # 0 or, with 4 bits, 8 for all weights; else [steps, N, zeros], uint8 (4 bits) or int8
+    zero: torch.Tensor | int = 0  # one for all weights, with 8 bits 0; else [steps, N, zeros], uint8 (4 bits) or int8
     super_scale: torch.Tensor | None = None  # [K / 256, N, 1 or, with minimums, 2] float16
 
     @classmethod
@@ -69,12 +70,12 @@ class QuantizedWeight:
             tensor = tensor.repeat_interleave(group // equal, 1) if group != equal else tensor
             return F.pad(tensor, (0, -tensor.shape[1] % parts)).unflatten(1, (-1, parts)).transpose(0, 1).contiguous()
 
-        if isinstance(zero, int) and zero and (bits, zero) != (4, 8):
-            zero = torch.full((n, k // group), zero, dtype=q.dtype, device=q.device)
+        if isinstance(zero, int) and zero and bits == 8:
+            zero = torch.full((n, k // group), zero, dtype=torch.int8, device=q.device)
         scales, supers = [scale], [super_scale]
         if minimum is not None:
             scales, supers = [scale, minimum], [super_scale, super_minimum]
-        dtype = _common(scales)
+        dtype = common_dtype(scales)
         # Padded as bytes: float8 has no `pad`.
         halves = F.pad(q.view(torch.uint8), (0, padding)).unflatten(1, (-1, 2, HALF))
         row_bytes = halves[:, :, :1] | halves[:, :, 1:] << 4 if bits == 4 else halves
@@ -118,7 +119,8 @@ class QuantizedWeight:
 
     @property
     def subtracts_zeros(self) -> bool:
-        """Whether `rounded` subtracts zeros before it rounds: 8-bit numbers times a scale are too long for bfloat16."""
+        """Whether zeros of 8-bit weights are subtracted before scaling. As parts of an offset that bfloat16 rounds,
+        they, or the 128 that is added to int8 numbers, would cost accuracy; 128 * scale alone is exact."""
         return self.kind == "int8" and (isinstance(self.zero, torch.Tensor) or self.has_minimum)
 
     @property
@@ -136,7 +138,7 @@ class QuantizedWeight:
         """The rows that an index along N, or a slice of step 1, selects, in its order. Copies no whole tiles."""
         tiles = self._whole_tiles(index)
         packed = _tiled(self.row_bytes(index)).view(self.packed.dtype) if tiles is None else self.packed[tiles]
-        # Copied, since kernels read some of them as aligned words.
+        # Copied: kernels assume contiguous [steps, N, values], and read some of them as aligned words.
         return self._map(
             lambda name, tensor: (
                 packed if name == "packed" else tensor[:, index].clone(memory_format=torch.contiguous_format)
@@ -173,7 +175,8 @@ class QuantizedWeight:
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as matmuls of the kernels use it, in `dtype`: [N, K]. Scale and offset are rounded to `dtype`, and
-        then the weight. The offset is the minimum and, with 4 bits, zero * scale."""
+        then the weight. The offset is the minimum and, with 4 bits, zero * scale. (fp8 scales below float16's normal
+        numbers keep 8 bits more in the kernels.)"""
         q, zero = self.numbers(), self._zeros()
         scale, minimum = self._scales()
         offset = zero * scale if self.bits == 4 else torch.zeros_like(scale)
@@ -227,8 +230,8 @@ def _exchanged(row_bytes: torch.Tensor) -> torch.Tensor:
     return row_bytes.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
 
 
-def _common(tensors: list[torch.Tensor]) -> torch.dtype:
-    """The dtype that holds all values; of int8 and uint8, which has at most 63 here, int8."""
+def common_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype that holds the values of all tensors; of int8 and uint8, which holds at most 63 here, int8."""
     dtypes = {tensor.dtype for tensor in tensors}
     return torch.int8 if dtypes == {torch.uint8, torch.int8} else reduce(torch.promote_types, dtypes)
 
@@ -243,6 +246,8 @@ def _check(q: torch.Tensor, bits: int, scale: torch.Tensor, group: int, zero: to
         )
     if scale.shape != (n, k // group):
         raise ValueError(f"scale must be {[n, k // group]}, got {list(scale.shape)}")
+    if scale.dtype not in _SCALES:
+        raise ValueError(f"scales are {scale.dtype}; use one of {', '.join(map(str, _SCALES))}")
     if isinstance(zero, torch.Tensor) and zero.dtype != q.dtype:
         raise ValueError(f"zeros are {zero.dtype}, q is {q.dtype}")
     if q.dtype == torch.float8_e4m3fn and (isinstance(zero, torch.Tensor) or zero):

@@ -36,7 +36,7 @@ OFFSETS = ["none", "constant", "zeros", "minimums", "zeros and minimums", "super
 
 
 def quantized(n: int, k: int, kind: str = "int4", group: int = 32, offsets: str = "none") -> QuantizedTensor:
-    """A random weight; "super": int8 scales and minimums with those of 256 columns."""
+    """A random weight; "super": scales and minimums of 8 bits with those of 256 columns."""
     generator = torch.Generator().manual_seed(n + k)
 
     def integers(low: int, high: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,9 +54,12 @@ def quantized(n: int, k: int, kind: str = "int4", group: int = 32, offsets: str 
     if "minimums" in offsets:
         extra["minimum"] = floats(k // group)
     if offsets == "super":
-        extra["minimum"] = integers(0, 64, k // group, torch.int8)
+        extra["minimum"] = integers(0, 64, k // group, torch.uint8)
         extra |= {"super_scale": floats(k // 256), "super_minimum": floats(k // 256)}
-    scale = integers(-32, 64, k // group, torch.int8) if offsets == "super" else floats(k // group)
+    if offsets == "super":  # scales of Q6_K have signs, those of Q4_K and Q5_K have none
+        scale = integers(0, 64, k // group, torch.uint8) if n % 2 else integers(-32, 64, k // group, torch.int8)
+    else:
+        scale = floats(k // group)
     return QuantizedTensor(integers(low, high, k, KINDS[kind]), 4 if kind == "int4" else 8, scale, group, **extra)
 
 
@@ -243,6 +246,8 @@ def test_the_head_of_a_quantized_weight_gives_its_logits_whole_and_trimmed() -> 
         ({"bits": 8}, "no weight of 8 bits"),
         ({"scale": torch.ones(2, 3)}, "scale must be"),
         ({"zero": 16}, "zero of 16"),
+        ({"scale": torch.ones(2, 2, dtype=torch.int32)}, "scales are torch.int32"),
+        ({"super_scale": torch.ones(2, 1).half(), "minimum": torch.ones(2, 2)}, "must both have super values"),
         ({"zero": torch.zeros(2, 2, dtype=torch.int8)}, "zeros are"),
         ({"q": torch.zeros(2, 64).to(torch.float8_e4m3fn), "bits": 8, "zero": 1}, "no zero points"),
     ],

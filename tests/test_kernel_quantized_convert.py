@@ -66,7 +66,7 @@ def test_every_byte_becomes_its_weight_rounded_once(dtype: torch.dtype, scale: f
     def check(kind: str, numbers: torch.Tensor, is_high: bool, zero: int | None = None) -> None:
         convert = conversion(kind, dtype, subtracts=zero is not None)
         ptx = (convert.high if is_high else convert.low) or ""
-        folded = convert.zero * rounded
+        folded = convert.folded_zero * rounded
         factors = pair(scale * convert.scale_factor, dtype), pair(-(offset + folded) * convert.offset_factor, dtype)
         minus_zero = 0 if zero is None else (zero + 128) * 0x10001 + convert.minus_zero
         weights = execute(ptx, BYTES, dtype, *factors, minus_zero).double() * convert.sum_factor
@@ -77,7 +77,7 @@ def test_every_byte_becomes_its_weight_rounded_once(dtype: torch.dtype, scale: f
     rounded = torch.tensor(scale, dtype=torch.float64).to(dtype).double()
     check("int4", (BYTES & 15).double(), False)
     check("int4", (BYTES >> 4).double(), True)
-    if offset == 0:  # else the offset would be rounded as part of 128 * scale: such weights subtract zeros
+    if offset == 0:  # int8 with an offset subtracts zeros
         check("int8", BYTES.view(torch.int8).double(), False)
     for zero in (-128, -3, 0, 127):
         check("int8", BYTES.view(torch.int8).double(), False, zero)

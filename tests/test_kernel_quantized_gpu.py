@@ -71,6 +71,18 @@ def test_results_are_accurate_and_rows_have_the_same_bits_among_any_others(name:
             assert torch.equal(out, whole[start : start + count]), (n, k, count)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weights_that_kernels_multiply_with_are_exactly_the_rounded_ones(name: str, dtype: torch.dtype) -> None:
+    """A row of x that is 1 at one column gives that column of the weight, in float32."""
+    weight, columns = weight_of(640, HIDDEN, name), torch.randperm(HIDDEN, device="cuda")[:64]
+    x = torch.zeros(64, HIDDEN, device="cuda", dtype=dtype)
+    x[torch.arange(64, device="cuda"), columns] = 1
+    logits = torch.full((64, 640), torch.nan, device="cuda")
+    lm_head_logits(x, weight, logits)
+    assert torch.equal(logits, weight.rounded(dtype)[:, columns].T.float())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_neither_height_nor_width_of_a_tile_changes_a_bit(name: str) -> None:
     """Nor the number of rows the float32 sums that the head writes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from selfspec.models.decoder import Part
 from selfspec.models.gguf import convert
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.quantized.gguf import is_native, read_blocks
-from selfspec.models.quantized.tensor import concatenate
+from selfspec.models.quantized.tensor import concatenate, pack
 
 Kind = GGMLQuantizationType
 # Bits per weight in memory, and the places of the float16 numbers in a block.
@@ -66,6 +67,13 @@ def test_weights_of_different_types_are_concatenated_without_loss(kinds, seed):
     whole = concatenate(parts)
     assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
     assert whole.bits == max(part.bits for part in parts)
+
+
+@pytest.mark.parametrize(("first", "second"), combinations(NATIVE, 2))
+def test_weights_of_any_two_types_are_packed_together_without_loss(first, second):
+    parts = [read_blocks("t", random_blocks(kind, 16, 512, 0), kind) for kind in (first, second)]
+    weight = pack(parts)
+    assert torch.equal(weight.dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
 def test_the_types_of_q4_k_m_files_keep_small_scales_when_concatenated():

@@ -6,8 +6,8 @@
 | Q4_1 | 5.0 | 5.0 | 4 bits | 32, float16 scale and minimum |
 | Q5_0 | 5.5 | 8.5 | 8 bits | 32, float16 scale |
 | Q5_1 | 6.0 | 9.0 | 8 bits | 32, float16 scale and minimum |
-| Q4_K | 4.5 | 4.625 | 4 bits | 32, int8 scale and minimum with two float16 per 256 |
-| Q5_K | 5.5 | 8.625 | 8 bits | 32, int8 scale and minimum with two float16 per 256 |
+| Q4_K | 4.5 | 4.625 | 4 bits | 32, uint8 scale and minimum with two float16 per 256 |
+| Q5_K | 5.5 | 8.625 | 8 bits | 32, uint8 scale and minimum with two float16 per 256 |
 | Q6_K | 6.5625 | 8.5625 | 8 bits | 16, int8 scale with one float16 per 256 |
 | Q8_0 | 8.5 | 8.5 | 8 bits | 32, float16 scale |
 """

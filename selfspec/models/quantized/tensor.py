@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.quantized_weight import TILE_ROWS, QuantizedWeight
+from selfspec.kernels.quantized_weight import TILE_ROWS, QuantizedWeight, common_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _COLUMNS = 16  # columns and groups are packed in multiples of these
@@ -98,27 +98,23 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """
     group = reduce(gcd, (part.group for part in parts))
     parts = [part.regrouped(group) for part in parts]
-    q = torch.cat([part.q.to(_common([part.q for part in parts])) for part in parts])
+    q = torch.cat([part.q.to(common_dtype([part.q for part in parts])) for part in parts])
     bits = max(part.bits for part in parts)
-    scale, super_scale = _join([(part.scale, part.super_scale) for part in parts])
+    has_super = all(part.super_scale is not None for part in parts)
+    scale, super_scale = _join([(part.scale, part.super_scale) for part in parts], has_super)
     minimum, super_minimum = None, None
     if any(part.minimum is not None for part in parts):
-        minimum, super_minimum = _join(_minimum_pairs(parts))
+        minimum, super_minimum = _join(_minimum_pairs(parts), has_super)
     return QuantizedTensor(q, bits, scale, group, _join_zeros(parts, q.dtype), super_scale, minimum, super_minimum)
 
 
-def _common(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Returns the dtype that holds the values of all tensors: of uint8, here at most 63, and int8, int8."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    return torch.int8 if dtypes == {torch.uint8, torch.int8} else reduce(torch.promote_types, dtypes)
-
-
-def _join(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Concatenates scales, or minimums, with those above them; multiplies them out unless all parts have them alike."""
-    coarse = [above for _, above in pairs if above is not None]
-    is_alike = len(coarse) == len(pairs)
-    fine = [values if is_alike or above is None else _product(values, above) for values, above in pairs]
-    return torch.cat([values.to(_common(fine)) for values in fine]), torch.cat(coarse) if is_alike else None
+def _join(
+    pairs: list[tuple[torch.Tensor, torch.Tensor | None]], has_super: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Concatenates scales, or minimums, with their super values; multiplies them out unless all parts have them."""
+    supers = [above for _, above in pairs if above is not None]
+    fine = [values if has_super or above is None else _product(values, above) for values, above in pairs]
+    return torch.cat([values.to(common_dtype(fine)) for values in fine]), torch.cat(supers) if has_super else None
 
 
 def _minimum_pairs(parts: Sequence[QuantizedTensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
