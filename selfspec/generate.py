@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from selfspec.commands import options
 from selfspec.commands.running import note, run
+from selfspec.models.names import check_path
 
 if TYPE_CHECKING:
     from selfspec.commands.display import Display
@@ -56,6 +57,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.generate"
 
 
 def generate(args: argparse.Namespace) -> int:
+    check_path(args.model)  # before torch is imported, which takes seconds
     if args.plan_memory:
         return print_memory_plan(args, args.json)
     from selfspec.commands.display import Display  # imports torch
@@ -146,13 +148,16 @@ def complete(engine: Engine, prompts: list[Prompt], arguments: dict[str, Any]) -
 def print_batch(
     display: Display, engine: Engine, texts: list[str], prompts: list[Prompt], arguments: dict[str, Any]
 ) -> None:
-    """Completes all prompts in one batch and prints them in order, each under its prompt."""
+    """Completes all prompts in one batch and prints them in order, each between its prompt and its statistics."""
+    from selfspec.commands.display import summary
+
     began = perf_counter()
     completions = complete(engine, prompts, arguments)
     seconds, count = perf_counter() - began, sum(len(completion.tokens) for completion in completions)
     for text, completion in zip(texts, completions, strict=True):
         display.heading(text)
         print(completion.text, flush=True)
+        display.line(summary(completion))
     display.line(f"\n{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s), one batch of {len(prompts)}")
 
 

@@ -188,9 +188,10 @@ class RequestBuilder:
         )
 
     def _warn_no_profile(self) -> None:
+        rounded = ", with --quantize if that rounded the weights: a profile of the unrounded ones does not fit them"
         self._warn(
             "drafting only what the text repeats: this model has no profile, so there is no trained exit. Calibrate "
-            "it: python -m selfspec.calibrate --model ..."
+            f"it: python -m selfspec.calibrate --model ...{rounded if self.model.is_quantized else ''}"
         )
 
 

@@ -46,14 +46,16 @@ def is_int(value: Any) -> bool:
 
 
 def read_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Returns the token ids given as one integer, a list, tuple, set or range, an array or a tensor; () for None."""
+    """Returns the token ids given as one integer, a list, tuple, set or range, an array or a tensor; () for None.
+    Accepts ids that no vocabulary has, such as -1 for none, but raises ValueError for those beyond 64 bits, which no
+    tensor holds."""
     if value is None:
         return ()
     value = as_scalar(value)
     entries = value.flatten().tolist() if hasattr(value, "flatten") else value
     entries = tuple(entries) if isinstance(entries, list | tuple | set | frozenset | range) else (entries,)
     ids = tuple(as_scalar(entry) for entry in entries)
-    if not all(is_int(entry) for entry in ids):
+    if not all(is_int(entry) and -(2**63) <= entry < 2**63 for entry in ids):
         raise ValueError(f"{name}={value!r} is not possible: it must be a token id or a list of them")
     return ids
 

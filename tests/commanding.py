@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import torch
@@ -21,6 +22,11 @@ def save_model(folder: Path, chat_template: str | None = CHAT) -> Path:
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def interruptible() -> None:
+    """In a new process: Ctrl-C as in a terminal, also where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def answer(engine: Engine, prompt: str, **kwargs) -> str:

@@ -242,6 +242,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "min_p-negative": ({"do_sample": True, "min_p": -0.1}, ("min_p=-0.1", "between 0 and 1")),
     "repetition_penalty-0": ({"repetition_penalty": 0.0}, ("repetition_penalty=0.0", "above 0", "1 switches it off")),
     "eos-text": ({"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
+    **{
+        f"{name}-of-65-bits": ({name: value, "min_new_tokens": 2}, (f"{name}={value} is not possible", "token id"))
+        for name in ("pad_token_id", "eos_token_id", "stop_token_ids", "suppress_tokens")
+        for value in (2**63, -(2**63) - 1)
+    },
     "pad-text": ({"pad_token_id": "<pad>"}, ("pad_token_id", "'<pad>'")),
     "sequences-0": ({"num_return_sequences": 0, "do_sample": True}, ("num_return_sequences=0", "at least 1")),
     "sequences-while-greedy": (
@@ -407,7 +412,7 @@ class TestModelFolder:
     def test_quantized_checkpoint(self, folder, assert_refuses_to_load):
         self.edit_config(folder, quantization_config=QUANTIZED)
         assert_refuses_to_load(
-            folder, "model.layers.0.self_attn.q_proj", "gptq", "groups of 128", "config.json and weights"
+            folder, "model.layers.0.self_attn.q_proj has 32 columns", "group_size=128", "config.json"
         )
 
     @pytest.mark.parametrize(

@@ -381,6 +381,17 @@ def test_no_train_chooses_among_the_profiles_exits(place: Place, whole: Outcome,
     assert all(len(Plan.parse(plan)) for plan in plans)
 
 
+def test_no_train_in_another_dtype_keeps_the_stored_exits(
+    place: Place, whole: Outcome, quickly: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.out, tmp_path, dirs_exist_ok=True)
+    again = place.calibrate(tmp_path, "--no-train", "--dtype", "bfloat16")
+    assert again.code == 0, again.text
+    exits = {name: tensor for name, tensor in whole.tensors.items() if not name.startswith("head_rows.")}
+    kept = again.tensors
+    assert all(kept[name].dtype == tensor.dtype and torch.equal(kept[name], tensor) for name, tensor in exits.items())
+
+
 def test_no_train_with_some_of_the_exits_keeps_the_others(
     place: Place, whole: Outcome, quickly: Any, tmp_path: Path
 ) -> None:

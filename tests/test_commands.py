@@ -20,7 +20,7 @@ from selfspec.commands import chat as chat_command
 from selfspec.commands import serve
 from selfspec.commands.running import for_command, one_line_warnings, run
 from selfspec.commands.serve import listen, read_key
-from tests.commanding import answer, save_model
+from tests.commanding import answer, interruptible, save_model
 from tests.serving import eventually
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +69,17 @@ def test_help_imports_no_torch(command):
     assert done.returncode == 0, done.stderr
     words = ["selfspec 0."] if "version" in command else ["usage: ", "--help"]
     assert all(word in done.stdout for word in words)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_path_that_does_not_exist_is_refused_without_importing_torch(name):
+    code = "import sys; from selfspec.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    for path in ("./missing", "missing.gguf"):
+        command = [sys.executable, "-c", code, name, "--model", path]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert done.stdout == "2 False\n", done.stderr
+        known = "give a model folder, a .gguf file, or a hub name"
+        assert done.stderr == f"error: the path {Path(path)} does not exist; {known}\n"
 
 
 def test_the_package_imports_classes_when_they_are_used():
@@ -160,11 +171,6 @@ def test_interrupts_that_the_caller_handles_or_ignores_stay_so(handler):
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def interruptible() -> None:
-    """In a new process: Ctrl-C as in a terminal, also where the tests run in the background, which ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(*arguments: str, **kwargs) -> subprocess.Popen:

@@ -53,8 +53,10 @@ def test_it_prints_the_answer_and_nothing_else_on_standard_output(run, engine):
 def test_weights_are_rounded_on_request(folder, run):
     rounded = Engine.from_pretrained(folder, device="cpu", profile=None, quantize="int8")
     assert rounded.model.is_quantized
-    text, _ = run("hello", "--max-new-tokens", "12", "--quantize", "int8")
+    text, about = run("hello", "--max-new-tokens", "12", "--quantize", "int8")
     assert text == answer(rounded, "hello") + "\n"
+    assert "selfspec calibrate --model ..., with --quantize if that rounded the weights" in about
+    assert "--quantize" not in run("hello", "--max-new-tokens", "12")[1]
 
 
 def test_a_malformed_plan_is_refused_before_weights_are_read(run, monkeypatch):
@@ -145,6 +147,13 @@ def test_several_prompts_are_completed_in_order(run, engine, tmp_path):
     assert text == "".join(answer(engine, prompt) + "\n" for prompt in ("hello", "you", "one\ntwo"))
     assert "> hello" in about and "> one\n" in about
     assert re.search(r"36 tokens in [\d.]+ s \([\d.]+ tokens/s\), one batch of 3", about)
+
+
+def test_each_of_several_prompts_has_its_statistics(run):
+    forced = ("--speculative", "force", "--exit-layer", "1", "--plan", "chain:2")
+    _, about = run("hello", "you", "--max-new-tokens", "12", *forced)
+    figures = r"12 tokens in [\d.]+ s \([\d.]+ tokens/s\), plan chain:2 after 1 layer: [\d.]+ tokens per step, \d+% of"
+    assert [len(re.findall(figures, part)) for part in about.split("> ")[1:]] == [1, 1]
 
 
 def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path):

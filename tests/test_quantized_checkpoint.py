@@ -251,8 +251,15 @@ def test_tensors_that_say_nothing_about_the_weight_are_allowed():
     assert read_weight(MODULE, stored.scheme, stored.shape, stored.tensors | more).bits == 8
 
 
-def test_a_shape_that_groups_do_not_divide_is_refused():
-    for name, shape in (("awq False 64", (24, 96)), ("gptq 4 bit symmetric 64", (20, 64)), ("awq True -1", (24, 60))):
+def test_columns_that_groups_do_not_divide_are_refused_with_the_group_size():
+    for name in ("awq False 64", "gptq 4 bit symmetric 64"):
+        stored = BUILDERS[name](24, 64, torch.float16)
+        with pytest.raises(ValueError, match=rf"{MODULE} has 96 columns, which group_size=64 .* such as 32 or -1"):
+            read_weight(MODULE, stored.scheme, (24, 96), stored.tensors)
+
+
+def test_a_shape_that_words_do_not_divide_is_refused():
+    for name, shape in (("gptq 4 bit symmetric 64", (20, 64)), ("awq True -1", (24, 60))):
         stored = BUILDERS[name](24, 64, torch.float16)
         with pytest.raises(ValueError, match=rf"{MODULE} is \[{shape[0]}, {shape[1]}\], which cannot be stored"):
             read_weight(MODULE, stored.scheme, shape, stored.tensors)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import pytest
 
 from bench.server_memory import resident_mb
 from selfspec import Engine
+from tests.commanding import interruptible
 from tests.scripted import endless
 from tests.serving import CHAT, Served, chat_tokenizer, eventually, serving, tiny_engine
 from tests.tiny import tiny_model
@@ -180,13 +182,17 @@ def test_health_is_red_until_the_engine_is_warm(served):
     assert served.http.get("/health").status_code == 200
 
 
-def test_the_command_starts_serves_and_stops_within_its_grace(tmp_path):
-    tiny_model("llama", max_position_embeddings=8192, eos_token_id=None).save_pretrained(tmp_path)
-    chat_tokenizer().save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "selfspec.serve", "--model", str(tmp_path), "--device", "cpu", "--port", "0"]
-    options = ["--grace", "1", "--max-batch", "4", "--profile", "none", "--log-format", "json"]
+@contextmanager
+def command_serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
+    """Starts the command with a tiny model and the key `k`; gives its process, a client, and what it printed."""
+    tiny_model("llama", max_position_embeddings=8192, eos_token_id=None).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    command = [sys.executable, "-m", "selfspec.serve", "--model", str(folder), "--device", "cpu", "--port", "0"]
+    command += ["--max-batch", "4", "--profile", "none", "--log-format", "json", *options]
     environment = {**os.environ, "SELFSPEC_API_KEY": "k", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=interruptible
+    ) as process:
         try:
             assert process.stderr is not None
             printed = ""
@@ -194,24 +200,44 @@ def test_the_command_starts_serves_and_stops_within_its_grace(tmp_path):
                 printed += process.stderr.readline()
                 assert process.poll() is None, printed
             address = re.search(r"curl (http://127\.0\.0\.1:\d+)/v1/chat/completions", printed)[1]  # type: ignore[index]
-            assert "GB KV cache" in printed and "8192 tokens" in printed and "Bearer KEY" in printed
-            headers = {"authorization": "Bearer k"}
-            with httpx.Client(base_url=address, headers=headers, timeout=30) as http:
+            with httpx.Client(base_url=address, headers={"authorization": "Bearer k"}, timeout=30) as http:
                 eventually(lambda: is_healthy(http))
-                body = {"messages": CHAT, "stream": True}
-                with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                    lines = response.iter_lines()
-                    assert "assistant" in next(lines)
-                    process.send_signal(signal.SIGTERM)
-                    *_, error, done = [line.removeprefix("data: ") for line in lines if line]
-                    assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
-                    assert process.wait(10) == 0
-                    printed = process.stderr.read()
-                    assert "leaked" not in printed
-                    entries = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-                    assert "aborted" in [entry["message"] for entry in entries]
+                yield process, http, printed
         finally:
             process.kill()
+
+
+STREAM = {"messages": CHAT, "stream": True}
+
+
+def test_the_command_starts_serves_and_stops_within_its_grace(tmp_path):
+    with command_serving(tmp_path, "--grace", "1") as (process, http, printed):
+        assert "GB KV cache" in printed and "8192 tokens" in printed and "Bearer KEY" in printed
+        with http.stream("POST", "/v1/chat/completions", json=STREAM) as response:
+            lines = response.iter_lines()
+            assert "assistant" in next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+            assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
+            assert process.wait(10) == 0
+            printed = process.stderr.read()
+            assert "leaked" not in printed
+            entries = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+            assert "aborted" in [entry["message"] for entry in entries]
+
+
+def test_a_second_interrupt_ends_the_command_at_once(tmp_path):
+    with command_serving(tmp_path, "--grace", "600") as (process, http, _):
+        with http.stream("POST", "/v1/chat/completions", json=STREAM) as response:
+            lines = response.iter_lines()
+            assert "assistant" in next(lines)
+            process.send_signal(signal.SIGINT)
+            while "Waiting for connections" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 130
+        printed = process.stderr.read()
+        assert "Traceback" not in printed and printed.endswith("\nselfspec: stopped\n")
 
 
 def is_healthy(http: httpx.Client) -> bool:

@@ -104,6 +104,18 @@ def test_calls_are_streamed_as_indexed_deltas_with_names_before_arguments(served
     assert b"".join(bytes(entry.bytes) for entry in entries).startswith(TEXT.encode())
 
 
+def test_without_parallel_calls_an_answer_has_the_first_call_only(served, monkeypatch):
+    say(served, monkeypatch, TEXT)
+    choice = ask(served, parallel_tool_calls=False).choices[0]
+    assert (pairs_of(choice.message), choice.message.content) == (CALLS[:1], "Sure.\n")
+    assert choice.finish_reason == "tool_calls"
+    chunks = [chunk.choices[0] for chunk in ask(served, parallel_tool_calls=False, stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert {delta.index for delta in deltas} == {0} and chunks[-1].finish_reason == "tool_calls"
+    assert "".join(delta.function.arguments for delta in deltas) == CALLS[0][1]
+    assert pairs_of(ask(served, parallel_tool_calls=True).choices[0].message) == CALLS
+
+
 @pytest.mark.parametrize("template", [QWENS, LLAMAS], ids=["qwen", "llama"])
 def test_required_and_named_functions_are_called_by_any_model(served, template, monkeypatch):
     """The model's weights are random."""
@@ -152,7 +164,7 @@ def test_tools_that_cannot_be_served_are_refused(served, monkeypatch):
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [STOP], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": bad}], "tool_choice": "required"}, "tools"),
-        ({"tools": [STOP], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [STOP], "parallel_tool_calls": 0}, "parallel_tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
          "messages.0.tool_calls.0.function.arguments"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested}}]}]},

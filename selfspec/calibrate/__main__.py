@@ -13,6 +13,7 @@ from typing import Any
 
 from selfspec.calibrate.settings import DEFAULT_MINUTES, OBJECTIVES, CalibrationSettings
 from selfspec.commands.running import note, run
+from selfspec.models.names import check_path
 
 _WIDTH = 120  # columns of output that does not go to a terminal
 
@@ -61,6 +62,7 @@ def _path(text: str) -> Path:
 
 
 def calibrate(args: argparse.Namespace) -> int:
+    check_path(args.model)  # before torch is imported, which takes seconds
     import torch
     from rich.console import Console
 

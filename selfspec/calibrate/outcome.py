@@ -125,14 +125,13 @@ def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
 
 def _save(setup: Setup, trained: Trained, profile: Profile) -> Profile:
     """Saves the profile with the head rows of every domain and with all exits, since requests may name any of them:
-    without training also the other exits of the profile that it replaces."""
+    without training all exits of the profile that it replaces, as they are stored."""
     rows = {
         domain.name: trained.head_rows(index, profile.domains[domain.name].head_rows or setup.vocabulary)
         for index, domain in enumerate(setup.domains)
     }
-    return profile.save(
-        setup.out, [*trained.exits, *setup.kept_exits], {name: own for name, own in rows.items() if own is not None}
-    )
+    exits = trained.exits if setup.stored_exits is None else setup.stored_exits
+    return profile.save(setup.out, exits, {name: own for name, own in rows.items() if own is not None})
 
 
 def _plan_choice(candidate: Candidate) -> PlanChoice:

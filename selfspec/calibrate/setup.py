@@ -54,8 +54,7 @@ class Setup:
         self.identity = ModelIdentity.of(self.model)
         self.out = settings.out or profiles_dir() / self.identity.name
         self.trained_before = before = None if settings.train else self._profile_with_exits()
-        kept = [] if before is None else [layer for layer in before.trained_layers() if layer not in self.layers]
-        self.kept_exits = [] if before is None else [before.exit(self.model, layer) for layer in kept]
+        self.stored_exits = None if before is None else before.stored_exits()  # in their own dtype
         self.work = Work(self.out / FOLDER, self._key(), settings.resume, settings.restart)
         _check_disk(self.out)
         recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.commands import options
 from selfspec.commands.running import run
+from selfspec.models.names import check_path
 
 if TYPE_CHECKING:
     from selfspec.commands.compare import Runs
@@ -41,6 +42,7 @@ def parse(arguments: list[str] | None, prog: str = "selfspec bench") -> argparse
 
 
 def bench(args: argparse.Namespace) -> int:
+    check_path(args.model)  # before torch is imported, which takes seconds
     from rich.console import Console
 
     from selfspec.commands.compare import measure, modes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.commands import options
 from selfspec.commands.running import for_command, note, run
+from selfspec.models.names import check_path
 
 if TYPE_CHECKING:
     from selfspec.commands.display import Display
@@ -37,7 +38,8 @@ def parse(arguments: list[str] | None, prog: str = "selfspec chat") -> argparse.
 
 
 def chat(args: argparse.Namespace) -> int:
-    from selfspec.commands.display import Display  # imports torch
+    check_path(args.model)  # before torch is imported, which takes seconds
+    from selfspec.commands.display import Display
 
     engine = options.load_engine(args)
     if not options.has_chat_template(engine):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 + the signal's number
 STOPPED = "\nselfspec: stopped"
@@ -39,8 +39,8 @@ def run(command: Callable[[], int], verbose: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes standard output once more
         return PIPE_CLOSED
     except Exception as error:
-        if not isinstance(error, _expected_errors()):
-            raise
+        if not isinstance(error, ValueError | OSError) and not isinstance(error, _errors_of_memory()):
+            raise  # a fault, with its traceback; the messages of the others say what to do
         print(f"error: {for_command(str(error))}", file=sys.stderr)
         return FAILED
 
@@ -64,19 +64,23 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     below = frame
     while below is not None:
         if below.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os.write(2, f"{STOPPED}\n".encode())  # print would raise if the signal interrupted another one
-            os._exit(INTERRUPTED)
+            end_at_once()
         below = below.f_back
     signal.default_int_handler(number, frame)
 
 
-def _expected_errors() -> tuple[type[Exception], ...]:
-    """Errors whose message says what to do; any other one is a fault and keeps its traceback."""
-    import torch
+def end_at_once(*_: object) -> NoReturn:
+    """A handler of SIGINT: ends the process without waiting for its threads."""
+    os.write(2, f"{STOPPED}\n".encode())  # print would raise if the signal interrupted another one
+    os._exit(INTERRUPTED)
+
+
+def _errors_of_memory() -> tuple[type[Exception], ...]:
+    import torch  # takes seconds: only for errors of other classes
 
     from selfspec.cache.kv_cache import CacheFull
 
-    return ValueError, OSError, CacheFull, torch.OutOfMemoryError
+    return CacheFull, torch.OutOfMemoryError
 
 
 def note(text: str) -> None:

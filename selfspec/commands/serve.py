@@ -10,13 +10,17 @@ import re
 import signal
 import socket
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from selfspec.commands import options
-from selfspec.commands.running import note, run
+from selfspec.commands.running import end_at_once, note, run
 from selfspec.generate import print_memory_plan
+from selfspec.models.names import check_path
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from selfspec.engine import Engine
 
 KEY_VARIABLE = "SELFSPEC_API_KEY"
@@ -61,6 +65,7 @@ def origin(text: str) -> str:
 
 
 def serve(args: argparse.Namespace) -> int:
+    check_path(args.model)  # before torch is imported, which takes seconds
     if args.plan_memory:
         return print_memory_plan(args)
     try:
@@ -90,13 +95,27 @@ def serve(args: argparse.Namespace) -> int:
         timeout_graceful_shutdown=args.grace,
     )
     describe(engine, args.host, listener.getsockname()[1], key is not None)
-    # uvicorn stops on SIGTERM and then raises it again: this handler makes the process end with exit code 0.
+    run_server(config, listener)
+    return 0
+
+
+def run_server(config: uvicorn.Config, listener: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT, then ends within the grace; a second SIGINT ends the process at once."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit and sig == signal.SIGINT:
+                end_at_once()
+            super().handle_exit(sig, frame)
+
+    # uvicorn stops on a signal and then raises it again, for these handlers: SIGTERM ends with exit code 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, end_at_once)
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
     finally:
         gc.unfreeze()  # what is still frozen at exit, Triton prints as leaks
-    return 0
 
 
 def freeze_objects() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from dataclasses import replace
 from math import isclose
 from pathlib import Path
@@ -31,6 +30,7 @@ from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo, fetch_demo_gguf
 from selfspec.models.linear import Linear, Weight
+from selfspec.models.names import check_path
 from selfspec.models.quantized.folder import BITS, load_packed, load_rounded, read_quantized, rounded_bits
 from selfspec.models.shards import Shards, UnreadShards, byte_progress
 
@@ -51,10 +51,9 @@ def resolve(path_or_name: str | Path) -> Path:
             folder = path
         elif path.is_file():
             folder = _from_file(path)
-        elif isinstance(path_or_name, Path) or _looks_like_path(path_or_name):
-            raise ValueError(f"the path {path} does not exist; give a model folder, a .gguf file, or a hub name")
         else:
-            folder = _from_hub(path_or_name)
+            check_path(path_or_name)
+            folder = _from_hub(str(path_or_name))
     check_folder(folder)
     return folder
 
@@ -81,13 +80,6 @@ def _from_file(path: Path) -> Path:
     if path.suffix.lower() == ".gguf":
         return convert_gguf(path)
     raise ValueError(f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file")
-
-
-def _looks_like_path(name: str) -> bool:
-    """True for a string that reads as a path rather than as the hub name `owner/model`."""
-    if re.match(r"[./~]|[A-Za-z]:", name) or "\\" in name or name.count("/") > 1:
-        return True
-    return name.lower().endswith((".gguf", ".safetensors", "/")) or ("/" in name and Path(name).parent.is_dir())
 
 
 def _from_hub(name: str) -> Path:

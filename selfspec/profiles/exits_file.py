@@ -13,6 +13,7 @@ from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 NAME = "exits.safetensors"
+HEAD_ROWS = "head_rows."  # begins the names of the tensors that belong to no exit
 HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
 
 
@@ -22,12 +23,16 @@ class ExitsFile:
     def __init__(self, folder: Path | None) -> None:
         self.path = folder / NAME if folder else None
 
-    def write(self, exits: list[Exit], head_rows: dict[str, torch.Tensor]) -> None:
-        """Writes exits by layer, and the rows of each domain's trimmed head."""
+    def write(self, exits: list[Exit] | dict[str, torch.Tensor], head_rows: dict[str, torch.Tensor]) -> None:
+        """Writes exits by layer, or the tensors that `stored_exits` returned, and the rows of each domain's trimmed
+        head."""
         assert self.path is not None
-        tensors = {f"head_rows.{domain}": rows.to(torch.int32) for domain, rows in head_rows.items()}
-        for exit in exits:
-            tensors |= {f"{exit.layer}.{name}": tensor for name, tensor in exit_tensors(exit).items()}
+        tensors = {f"{HEAD_ROWS}{domain}": rows.to(torch.int32) for domain, rows in head_rows.items()}
+        if isinstance(exits, dict):
+            tensors |= exits
+        else:
+            for exit in exits:
+                tensors |= {f"{exit.layer}.{name}": tensor for name, tensor in exit_tensors(exit).items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.path)
 
     def exit(self, model: Decoder, layer: int) -> Exit:
@@ -42,6 +47,11 @@ class ExitsFile:
         except ValueError as error:
             raise self._unusable(str(error)) from error
 
+    def stored_exits(self) -> dict[str, torch.Tensor]:
+        """Copies of the tensors of all exits as the file has them, by their names in it."""
+        stored = self._tensors(torch.device("cpu"), "")
+        return {name: tensor.clone() for name, tensor in stored.items() if not name.startswith(HEAD_ROWS)}
+
     def layers(self) -> list[int]:
         """The numbers of layers below the file's trained exits."""
         if self.path is None or not self.path.exists():
@@ -54,7 +64,7 @@ class ExitsFile:
 
     def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
         """The token ids of a domain's trimmed head, ascending; None: the whole head."""
-        name = f"head_rows.{domain}"
+        name = f"{HEAD_ROWS}{domain}"
         device = model.device if model.device.type != "meta" else torch.device("cpu")  # their values are read
         rows = self._tensors(device, name).get(name)
         if rows is None:

@@ -278,9 +278,14 @@ class Profile(Entry):
                 continue
             yield profile
 
-    def save(self, folder: str | Path, exits: list[Exit], head_rows: dict[str, torch.Tensor] | None = None) -> Profile:
-        """Writes the profile, its exits and the rows of each domain's trimmed head; returns the profile with its
-        folder."""
+    def save(
+        self,
+        folder: str | Path,
+        exits: list[Exit] | dict[str, torch.Tensor],
+        head_rows: dict[str, torch.Tensor] | None = None,
+    ) -> Profile:
+        """Writes the profile, its exits (or another profile's `stored_exits`) and the rows of each domain's trimmed
+        head; returns the profile with its folder."""
         folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         ExitsFile(folder).write(exits, head_rows or {})
@@ -375,6 +380,10 @@ class Profile(Entry):
         """The profile's exit after `layer` layers with the whole head, on the model's device; without a block where
         none was trained."""
         return self._exits_file.exit(model, layer)
+
+    def stored_exits(self) -> dict[str, torch.Tensor]:
+        """Copies of the tensors of the profile's exits, in the dtype that they are stored in."""
+        return self._exits_file.stored_exits()
 
     def trained_layers(self) -> list[int]:
         """The numbers of layers below the profile's trained exits."""

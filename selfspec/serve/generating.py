@@ -101,7 +101,8 @@ class Generating(Response):
         if body.top is not None:
             choice.logprobs = ChoiceLogprobs(sequence, service.token_bytes, self._answer.kind, echo)
         if form is not None and isinstance(body, ChatBody):
-            choice.calls = ToolCallParser(form, {tool.function.name for tool in body.callable_tools})
+            names = {tool.function.name for tool in body.callable_tools}
+            choice.calls = ToolCallParser(form, names, body.may_call_several)
         return choice
 
     async def _generate(self, run: RunningCall, prompt_tokens: int, events: Events, started: float) -> Response | None:

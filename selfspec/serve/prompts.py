@@ -115,10 +115,8 @@ def _requests(
     asked = default if body.new_tokens is None else max(1, body.new_tokens)  # 0: one token, which is not shown
     options = engine_options(body, engine.generation_config, min(asked, left))
     if isinstance(body, ChatBody) and body.must_call and form is not None:
-        functions = [tool.function for tool in body.callable_tools]
-        lark = call_grammar(
-            form, {function.name: function.parameters for function in functions}, body.tool_choice == "required"
-        )
+        schemas = {tool.function.name: tool.function.parameters for tool in body.callable_tools}
+        lark = call_grammar(form, schemas, body.tool_choice == "required" and body.may_call_several)
         options["response_format"] = {"type": "grammar", "grammar": lark}
     if body.stops:
         options["stopping_criteria"] = [StopTexts(engine.tokenizer, body.stops, len(tokens), body.min_tokens or 0)]

@@ -40,7 +40,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys("structured_outputs chat_template truncate_prompt_tokens reasoning_effort".split(), ()),
     "top_logprobs": (0,),
     "tool_choice": ("none",),
-    "parallel_tool_calls": (True,),
     "function_call": ("none",),
     "modalities": (["text"],),
     "suffix": ("",),
@@ -220,6 +219,7 @@ class ChatBody(Generation):
     top_logprobs: Top | None = None
     tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # False: at most one call in an answer
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -228,6 +228,10 @@ class ChatBody(Generation):
         if isinstance(choice, NamedTool):
             return [tool for tool in tools if tool.function.name == choice.function.name]
         return [] if choice == "none" else tools
+
+    @property
+    def may_call_several(self) -> bool:
+        return self.parallel_tool_calls is not False
 
     @property
     def must_call(self) -> bool:

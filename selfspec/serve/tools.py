@@ -78,10 +78,11 @@ def _schema(schema: Json | None) -> Json:
 
 
 class ToolCallParser:
-    """Splits the text of one choice into content and tool calls, as it arrives."""
+    """Splits the text of one choice into content and tool calls, as it arrives. Drops all calls but the first unless
+    `several`."""
 
-    def __init__(self, form: ToolForm, names: Collection[str]) -> None:
-        self._form, self._names = form, names
+    def __init__(self, form: ToolForm, names: Collection[str], several: bool = True) -> None:
+        self._form, self._names, self._several = form, names, several
         self._held = ""  # text that is neither content nor sent yet: the call in progress, or what may begin one
         self._opened: str | None = None  # text before the call in progress that belongs to it; None: no call
         self._sent: int | None = None  # characters of the call up to the arguments sent so far; None: no name was sent
@@ -100,7 +101,7 @@ class ToolCallParser:
             else:
                 goes_on, returned = self._take_call(deltas, last)
                 content += returned
-        return content, deltas
+        return content, deltas if self._several else [delta for delta in deltas if delta["index"] == 0]
 
     def _take_content(self, last: bool) -> str:
         """Takes the text before the next call, or all of it that can belong to none."""

@@ -192,10 +192,15 @@ def check_weight(module: str, scheme: Scheme, shape: tuple[int, int], tensors: M
     n, k = shape
     per_word, group = 32 // scheme.bits, scheme.group(k)
     packed = scheme.layout in ("pack-quantized", "gptq", "gptq_v2", "awq")
-    if packed and (k % group or k % per_word or (scheme.layout != "pack-quantized" and n % per_word)):
+    if packed and k % group:
         raise ValueError(
-            f"{module} is {list(shape)}, which cannot be stored as {scheme.layout} in groups of {group} columns and "
-            f"words of {per_word}; {_AGAIN}"
+            f"{module} has {k} columns, which group_size={group} in quantization_config does not divide; use a "
+            f"checkpoint that was quantized with one that does, such as {gcd(k, group)} or -1 (one group per row), and "
+            "its own config.json"
+        )
+    if packed and (k % per_word or (scheme.layout != "pack-quantized" and n % per_word)):
+        raise ValueError(
+            f"{module} is {list(shape)}, which cannot be stored as {scheme.layout} in words of {per_word}; {_AGAIN}"
         )
     expected = _READERS[scheme.layout][0](scheme, n, k)
     for suffix, wanted in expected.items():
