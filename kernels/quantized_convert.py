@@ -1,18 +1,19 @@
 """Inline PTX that turns words of quantized weights into weights of the activations' 16-bit dtype, rounded once.
 
-Each text takes two words of a row ($4, $5) and gives 4 pairs of neighbouring columns ($0 to $3), two of each word; it
-runs on sm_80 and newer. The columns of a pair are 16 bits apart (see `quantized_weight`), so that one instruction takes
-both out of a word. Further operands are pairs of two equal numbers: a scale ($6), the negative offset ($8) and, for
-some 8-bit weights, a negative zero ($10); $7, $9 and $11 repeat them:
+Each PTX text takes two words of a row ($4, $5) and gives 4 pairs of neighbouring columns ($0 to $3), two of each word;
+it runs on sm_80 and newer. The columns of a pair are 16 bits apart (see `quantized_weight`), so that one instruction
+takes both out of a word. Further operands are pairs of two equal numbers: a scale ($6), the negative offset ($8) and,
+for some 8-bit weights, a negative zero ($10); $7, $9 and $11 repeat them:
 
     weight = (number + $10) * $6 + $8
 
 bfloat16: an integer below 256 in the lowest 8 bits of a bfloat16 is the number integer * 2 ** -133, since those bits
 are its fraction and the lowest bit of its exponent. A number that is 4 bits further up is 16 times as large. So one
-fused multiply-add makes a weight of it. $6 would be scale * 2 ** 133, above the largest bfloat16 for scales from
-2 ** -5 on. It is divided by 2 ** 64, so weights are 2 ** 64 too small, and `quantized_sums` multiplies the sums by it.
+fused multiply-add makes a weight of it. $6 would be scale * 2 ** 133, above the largest bfloat16 for scales from 1/32
+on. It is divided by 2 ** 64, so weights are 2 ** 64 too small, and `quantized_sums` multiplies the sums by it.
 
-float16: an integer below 1024 in the lower bits of 1024.0 is 1024 + integer, from which 1024 is subtracted first.
+float16: an integer below 1024 in the lower bits of 1024.0 is 1024 + integer, from which 1024 is subtracted first; of
+int8, whose sign bit is inverted, 1152.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A  # truth tables of lop3: (a & b) | c, (a & b) ^ c
 
 @dataclass(frozen=True)
 class Conversion:
-    """The texts for one kind of weights and one dtype, and what their operands are of scales, offsets and zeros."""
+    """PTX for one kind of weights and one dtype of activations, and the factors of scale, offset and sums."""
 
     low: str | None  # first half of a unit: the low 4 bits of each byte. None: Triton converts, all factors are 1
     high: str | None  # second half of a unit
     scale_factor: float  # $6 is scale * scale_factor
     offset_factor: float  # $8 is -offset * offset_factor
     sum_factor: float  # by which the sums are multiplied
-    folded_zero: int  # 128 where int8 is read as number + 128, which $8 subtracts with the offset: 128 * scale; else 0
-    minus_zero: int  # $10 for the zero -128 of 8-bit weights, twice its bits; other zeros: plus (zero + 128) * 0x10001
+    folded_zero: int  # 128 if the PTX reads int8 as number + 128, and $8 must also subtract 128 * scale; else 0
+    minus_zero: int  # $10 for the zero -128, in both halves; for another zero add (zero + 128) * 0x10001
 
 
 def conversion(kind: str, dtype: torch.dtype, subtracts: bool) -> Conversion:

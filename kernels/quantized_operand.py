@@ -54,7 +54,7 @@ def _pair(word, SHIFT: tl.constexpr, scale, minus_offset, zero, FORMAT: tl.const
 @jit
 def weight_pairs(words, scaling, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Converts two words [..., 2] to 4 tensors of pairs of weights: two of the first word, two of the second. scaling:
-    of `scaling_of`. HIGH: takes the high 4 bits of each byte."""
+    what `scaling_of` returned. HIGH: takes the high 4 bits of each byte."""
     PTX: tl.constexpr = FORMAT.convert.high if HIGH else FORMAT.convert.low
     scale = tl.broadcast_to(scaling[0][:, :, :, :, None], words.shape)
     minus_offset = tl.broadcast_to(scaling[1][:, :, :, :, None], words.shape)
@@ -305,8 +305,8 @@ def _select_group_of_16(even, odd, PARTS: tl.constexpr):
 
 @jit
 def scaling_of(scales, weight, QUARTER: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns scale, negative offset and zero of the columns of a quarter of a step that a thread has, [4, 8, B,
-    rows / 8]: in float32 or, for PTX, as pairs. The offset is minimum + zero * scale for 4-bit weights; for others the
+    """Returns, for the columns of a quarter of a step that a thread holds, scale, negative offset and zero: [4, 8, B,
+    rows / 8], in float32 or, for PTX, as pairs. The offset is minimum + zero * scale for 4-bit weights; for others the
     minimum or, for bfloat16 from int8 without zeros and minimums, 128 * scale."""
     PARTS: tl.constexpr = FORMAT.parts
     FIRST: tl.constexpr = QUARTER * PARTS // 4

@@ -119,8 +119,8 @@ class QuantizedWeight:
 
     @property
     def subtracts_zeros(self) -> bool:
-        """Whether zeros of 8-bit weights are subtracted before scaling. As parts of an offset that bfloat16 rounds,
-        they, or the 128 that is added to int8 numbers, would cost accuracy; 128 * scale alone is exact."""
+        """Whether 8-bit zeros are subtracted before scaling. In the offset, zero * scale or 128 * scale + minimum would
+        be rounded to bfloat16 and lose accuracy; 128 * scale alone is exact."""
         return self.kind == "int8" and (isinstance(self.zero, torch.Tensor) or self.has_minimum)
 
     @property
@@ -175,8 +175,8 @@ class QuantizedWeight:
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as matmuls of the kernels use it, in `dtype`: [N, K]. Scale and offset are rounded to `dtype`, and
-        then the weight. The offset is the minimum and, with 4 bits, zero * scale. (fp8 scales below float16's normal
-        numbers keep 8 bits more in the kernels.)"""
+        then the weight. The offset is the minimum and, with 4 bits, zero * scale. (With float16 the kernels multiply
+        fp8 scales by 2 ** 8 before rounding: scales below 2 ** -14 keep up to 8 bits more than here.)"""
         q, zero = self.numbers(), self._zeros()
         scale, minimum = self._scales()
         offset = zero * scale if self.bits == 4 else torch.zeros_like(scale)
@@ -231,7 +231,7 @@ def _exchanged(row_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def common_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype that holds the values of all tensors; of int8 and uint8, which holds at most 63 here, int8."""
+    """The dtype that holds the values of all tensors; int8 for int8 and uint8, whose values are at most 63 here."""
     dtypes = {tensor.dtype for tensor in tensors}
     return torch.int8 if dtypes == {torch.uint8, torch.int8} else reduce(torch.promote_types, dtypes)
 

@@ -1,1 +1,2 @@
-"""Calibration: trains exits for one model on text it writes itself, measures them, and chooses what to draft with."""
+"""Calibration: trains an exit (or several) for a model on text that it writes, measures it, and chooses what to draft
+with."""

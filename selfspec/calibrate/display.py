@@ -76,7 +76,8 @@ class CalibrationDisplay:
 
 
 def show(profile: Profile, console: Console, model: str, loading: str = "") -> None:
-    """Prints the tables, the verdict, and how to use the profile where it drafts; `loading` as in Settings."""
+    """Prints the tables, the verdict, and how to use the profile where it drafts; `loading`: that of
+    `CalibrationSettings`."""
     for title, table in (_rates_table(profile), _choice_table(profile), _compared_table(profile)):
         console.print(f"\n{title}", soft_wrap=True, highlight=False)
         console.print(table)

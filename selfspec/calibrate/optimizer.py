@@ -33,8 +33,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, gradients: dict[str, torch.Tensor], rate: torch.Tensor | None = None) -> None:
-        """rate: None: `learning_rate`. A rate of 0 keeps the parameters as they are; gradients of 0 do not, since
-        orthogonalising gives any momentum the same size."""
+        """rate: the learning rate; None: `learning_rate`. A rate of 0 keeps the parameters as they are; gradients of 0
+        do not, since orthogonalising gives any momentum the same size."""
         rate = self.learning_rate if rate is None else rate
         self.count += 1
         for name, gradient in gradients.items():

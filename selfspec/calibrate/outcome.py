@@ -124,8 +124,8 @@ def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
 
 
 def _save(setup: Setup, trained: Trained, profile: Profile) -> Profile:
-    """Saves the profile with the head rows of every domain and with all exits, since requests may name any of them:
-    without training all exits of the profile that it replaces, as they are stored."""
+    """Saves the profile with the head rows of every domain and with all exits, since requests may name any of them.
+    Without training: with all exits of the earlier profile, in the dtype in which they are stored."""
     rows = {
         domain.name: trained.head_rows(index, profile.domains[domain.name].head_rows or setup.vocabulary)
         for index, domain in enumerate(setup.domains)

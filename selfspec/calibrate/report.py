@@ -16,8 +16,8 @@ from selfspec.speculation.plan import Plan
 
 
 def write_report(profile: Profile, path: Path, model: str, loading: str = "") -> None:
-    """Writes the page of a profile that was calibrated for `model`, a folder or name; `loading` as in Settings. The
-    page loads no other file."""
+    """Writes the page of a profile that was calibrated for `model`, a folder or name; `loading`: that of
+    `CalibrationSettings`. The page loads no other file."""
     speedups = [1.0, *(run.speedup for name in profile.domains for run in _runs(profile, name))]
     page = _page().render(
         profile=profile,

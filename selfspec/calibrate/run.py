@@ -84,7 +84,7 @@ class Calibration:
             f"{config.vocab_size:,}) on {outcome.device_name(self.model)} in {str(self.model.dtype).split('.')[-1]}"
         )
         layers = ", ".join(map(str, setup.layers))
-        exits = f"exit{'s' * (len(setup.layers) > 1)} after {layers} layer{'s' * (setup.layers[-1] > 1)}"
+        exits = f"exit{'s' * (len(setup.layers) > 1)} after {layers} layer{'s' * (setup.layers != [1])}"
         exits = f"{'trains' if settings.train else 'uses the trained'} {exits}"
         say(f"  domains {', '.join(domain.name for domain in setup.domains)}; {exits}; writes to {setup.out}")
         if settings.train:
@@ -206,7 +206,8 @@ class Calibration:
                 self.work.write_tensors(name, trainer.state())
                 saved = time.perf_counter()
         self.work.write_tensors(name, trainer.state())
-        stage.note = f"layer {trainer.student.layer}: {trainer.steps} steps; {trainer.note()}"
+        layer = trainer.student.layer
+        stage.note = f"after {layer} layer{'s' * (layer != 1)}: {trainer.steps} steps; {trainer.note()}"
 
     def _steps(self, name: str, trainer: Trainer) -> int:
         """The number of training steps, decided once: as asked for, else as many as fit in the time."""

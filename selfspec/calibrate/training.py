@@ -29,7 +29,7 @@ from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an exit is trained, and on text of what shape."""
+    """Amounts and shapes of the training text, and hyperparameters of the training."""
 
     documents: int = 1024  # of a chunk of text
     length: int = 512  # tokens of a packed row
@@ -189,8 +189,8 @@ class Trainer:
         gradients = torch.autograd.grad(self._loss(), tensors)
         finite = torch.stack(torch._foreach_norm(gradients)).isfinite().all()  # else the exit stays as it is
         self.left_out += ~finite
-        kept = {name: torch.where(finite, tensor, 0) for name, tensor in zip(names, gradients, strict=True)}
-        self.optimizer.step(kept, torch.where(finite, self.optimizer.learning_rate, 0))
+        usable = {name: torch.where(finite, tensor, 0) for name, tensor in zip(names, gradients, strict=True)}
+        self.optimizer.step(usable, torch.where(finite, self.optimizer.learning_rate, 0))
 
     def _loss(self) -> torch.Tensor:
         recipe, states = self.recipe, hidden_states(self.model, self._batch)

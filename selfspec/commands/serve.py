@@ -100,7 +100,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def run_server(config: uvicorn.Config, listener: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT, then ends within the grace; a second SIGINT ends the process at once."""
+    """Serves until SIGTERM or SIGINT, then waits at most `timeout_graceful_shutdown` seconds for running requests; a
+    SIGINT during that wait ends the process at once."""
     import uvicorn
 
     class Server(uvicorn.Server):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_path(path_or_name: str | Path) -> None:
-    """Raises ValueError for a path that does not exist; a text that may be a hub name passes."""
+    """Raises ValueError for a path that does not exist; accepts a string that may be a hub name."""
     path = Path(path_or_name).expanduser()
     is_path = isinstance(path_or_name, Path) or _looks_like_path(path_or_name)
     if is_path and not (path.is_dir() or path.is_file()):

@@ -24,7 +24,7 @@ class ExitsFile:
         self.path = folder / NAME if folder else None
 
     def write(self, exits: list[Exit] | dict[str, torch.Tensor], head_rows: dict[str, torch.Tensor]) -> None:
-        """Writes exits by layer, or the tensors that `stored_exits` returned, and the rows of each domain's trimmed
+        """Writes the exits, given as Exits or as tensors from `stored_exits`, and the rows of each domain's trimmed
         head."""
         assert self.path is not None
         tensors = {f"{HEAD_ROWS}{domain}": rows.to(torch.int32) for domain, rows in head_rows.items()}
