@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ class Setup:
             name: str(value) for name, value in asdict(self.settings).items() if name not in left_out
         }
         key |= {"fingerprint": self.identity.fingerprint, "prompts": [domain.training for domain in self.domains]}
+        key |= {"resources": [field.name for field in fields(Resources)]}  # which a resumed run reads
         return key | {"text": [sha256(path.read_bytes()).hexdigest() for path in self.settings.text]}
 
     def _resources(self, recipe: Recipe) -> Resources:
