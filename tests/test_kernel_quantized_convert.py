@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from functools import partial
-
+import numpy as np
 import pytest
 import torch
 
 from selfspec.kernels.quantized_convert import conversion
+from tests.ptx_interpreter import execute
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 BYTES = torch.arange(256, dtype=torch.uint8)
 
 
-def lop3(a: int, b: int, c: int, table: int) -> int:
-    """Bit by bit the value of the truth table, whose index has the bits of a, b and c."""
-    bits = (table >> (a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1) & 1 for i in range(32))
-    return sum(bit << i for i, bit in enumerate(bits))
-
-
-def multiply_add(dtype: torch.dtype, a: int, b: int, c: int) -> int:
-    """Of two numbers in each register; rounded once, since float64 holds the exact result here."""
-    x, y, z = (torch.tensor([v & 0xFFFF, v >> 16]).to(torch.uint16).view(dtype).double() for v in (a, b, c))
-    low, high = (x * y + z).to(dtype).view(torch.int16).tolist()
-    return (high & 0xFFFF) << 16 | low & 0xFFFF
-
-
-INSTRUCTIONS: dict[str, Callable[..., int]] = {
-    "mov.b32": lambda a: a,
-    "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
-    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-    "shr.b32": lambda a, b: a >> b,
-    "lop3.b32": lop3,
-    "fma.rn.bf16x2": partial(multiply_add, BFLOAT16),
-    "fma.rn.f16x2": partial(multiply_add, FLOAT16),
-}
-
-
-def execute(ptx: str, values: torch.Tensor, dtype: torch.dtype, *pairs: int) -> torch.Tensor:
+def converted(ptx: str, values: torch.Tensor, dtype: torch.dtype, *pairs: int) -> torch.Tensor:
     """What the text gives for bytes, 8 at a time; the second and third of 4 numbers stand for the third and second
     byte. pairs: the registers after the words, each of which is there twice."""
-    operands = {f"${6 + index}": pairs[index // 2] & 0xFFFFFFFF for index in range(2 * len(pairs))}
-    found = []
-    for first, second in values.view(torch.int32).view(-1, 2).tolist():
-        registers = operands | {"$4": first & 0xFFFFFFFF, "$5": second & 0xFFFFFFFF}
-        for operation, arguments in re.findall(r"([a-z][\w.]+)\s+([^;]+);", re.sub(r"\.reg[^;]*;|[{}]", "", ptx)):
-            target, *sources = (name.strip() for name in arguments.split(","))
-            taken = [registers[name] if name in registers else int(name, 0) for name in sources]
-            registers[target] = INSTRUCTIONS[operation](*taken)
-        found += [half for i in range(4) for half in (registers[f"${i}"] & 0xFFFF, registers[f"${i}"] >> 16)]
-    return torch.tensor(found).to(torch.uint16).view(dtype).view(-1, 2, 2).transpose(1, 2).flatten()
+    words = values.view(torch.int32).numpy().view(np.uint32).reshape(-1, 2)
+    registers = {"$4": words[:, 0], "$5": words[:, 1]}
+    for index, bits in enumerate(pairs):
+        value = np.full(len(words), bits & 0xFFFFFFFF, np.uint32)
+        registers |= {f"${6 + 2 * index}": value, f"${7 + 2 * index}": value}
+    execute(ptx, registers)
+    found = np.stack([registers[f"${index}"] for index in range(4)], 1)  # [groups of 8 bytes, pairs]
+    halves = torch.from_numpy(found.astype(np.uint32).view(np.int16).copy()).view(dtype)
+    return halves.view(-1, 2, 2).transpose(1, 2).flatten()
 
 
 def pair(value: float, dtype: torch.dtype) -> int:
@@ -69,7 +41,7 @@ def test_every_byte_becomes_its_weight_rounded_once(dtype: torch.dtype, scale: f
         folded = convert.folded_zero * rounded
         factors = pair(scale * convert.scale_factor, dtype), pair(-(offset + folded) * convert.offset_factor, dtype)
         minus_zero = 0 if zero is None else (zero + 128) * 0x10001 + convert.minus_zero
-        weights = execute(ptx, BYTES, dtype, *factors, minus_zero).double() * convert.sum_factor
+        weights = converted(ptx, BYTES, dtype, *factors, minus_zero).double() * convert.sum_factor
         expected = (numbers - (zero or 0)) * rounded - torch.tensor(float(offset + folded)).to(dtype).double() + folded
         valid = numbers.isfinite()
         assert torch.equal(weights[valid].to(dtype), expected[valid].to(dtype)), (kind, is_high, zero)
