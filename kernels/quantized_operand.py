@@ -202,17 +202,17 @@ def _load_scales(
 def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
     """Loads scales and minimums, zeros, and super scales and super minimums of a step."""
     STEP: tl.constexpr = FORMAT.group * FORMAT.parts
-    EACH: tl.constexpr = 2 if FORMAT.has_minimum else 1
-    scale = _load_scales(weight[1], None, column, rows, STEP, FORMAT.parts * EACH, K, RAGGED, FORMAT)
+    VALUES_PER_GROUP: tl.constexpr = 2 if FORMAT.has_minimum else 1
+    scale = _load_scales(weight[1], None, column, rows, STEP, FORMAT.parts * VALUES_PER_GROUP, K, RAGGED, FORMAT)
     return (
         scale,
         _load_scales(weight[3], scale, column, rows, STEP, FORMAT.parts, K, RAGGED, FORMAT),
-        _load_scales(weight[2], scale, column, rows, FORMAT.super_columns, EACH, K, RAGGED, FORMAT),
+        _load_scales(weight[2], scale, column, rows, FORMAT.super_columns, VALUES_PER_GROUP, K, RAGGED, FORMAT),
     )
 
 
 @jit
-def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
+def _element(v, J: tl.constexpr, COUNT: tl.constexpr):
     """Returns element J of the last axis, which has COUNT elements."""
     if COUNT == 1:
         return tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3]))
@@ -221,9 +221,9 @@ def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
         pairs = tl.trans(tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3], 2, HALF)), 0, 1, 2, 3, 5, 4)
         first, second = tl.split(pairs)
         if J < HALF:
-            return _pick(first, J, HALF)
+            return _element(first, J, HALF)
         else:
-            return _pick(second, J - HALF, HALF)
+            return _element(second, J - HALF, HALF)
 
 
 @jit
@@ -231,10 +231,10 @@ def _bits_of(v, J: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
     """Returns value J of the COUNT values of WIDTH bits that `_load_scales` loaded as words, in the lowest bits of
     integers; bits above are of other values."""
     if COUNT * WIDTH < 32:
-        return _pick(v, 0, 1) >> (J * WIDTH)
+        return _element(v, 0, 1) >> (J * WIDTH)
     else:
         PER_WORD: tl.constexpr = 32 // WIDTH
-        return _pick(v, J // PER_WORD, COUNT // PER_WORD) >> (J % PER_WORD * WIDTH)
+        return _element(v, J // PER_WORD, COUNT // PER_WORD) >> (J % PER_WORD * WIDTH)
 
 
 @jit
@@ -248,9 +248,9 @@ def _value(v, TYPE: tl.constexpr, J: tl.constexpr, COUNT: tl.constexpr):
     """Returns in float32 value J of the COUNT values of a type that `_load_scales` loaded."""
     WIDTH: tl.constexpr = TYPE.primitive_bitwidth
     if WIDTH > 8 and COUNT * WIDTH < 32:
-        return _pick(v, J, COUNT).to(tl.float32)
+        return _element(v, J, COUNT).to(tl.float32)
     elif WIDTH == 32:
-        return _pick(v, J, COUNT).to(tl.float32, bitcast=True)
+        return _element(v, J, COUNT).to(tl.float32, bitcast=True)
     elif tl.bfloat16 == TYPE:
         return (_bits_of(v, J, COUNT, 16) << 16).to(tl.float32, bitcast=True)
     elif tl.float16 == TYPE:
@@ -263,20 +263,21 @@ def _value(v, TYPE: tl.constexpr, J: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit
-def _scale(scales, weight, SECOND: tl.constexpr, J: tl.constexpr, FACTOR: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns in float32 the scale or, if SECOND is 1, the minimum of group J of a step, times FACTOR, a power of 2."""
-    EACH: tl.constexpr = 2 if FORMAT.has_minimum else 1
+def _scale(scales, weight, IS_MINIMUM: tl.constexpr, J: tl.constexpr, FACTOR: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns in float32 the scale of group J of a step, or its minimum if IS_MINIMUM is 1, times FACTOR, a power of
+    2."""
+    VALUES_PER_GROUP: tl.constexpr = 2 if FORMAT.has_minimum else 1
     TYPE: tl.constexpr = weight[1].dtype.element_ty
-    AT: tl.constexpr = SECOND * FORMAT.parts + J
-    COUNT: tl.constexpr = EACH * FORMAT.parts
+    AT: tl.constexpr = IS_MINIMUM * FORMAT.parts + J
+    COUNT: tl.constexpr = VALUES_PER_GROUP * FORMAT.parts
     if weight[2] is None:
         return _value(scales[0], TYPE, AT, COUNT) * FACTOR
     else:
-        above = _value(scales[2], weight[2].dtype.element_ty, SECOND, EACH) * FACTOR
-        if tl.uint8 == TYPE:  # rounded once, like a product: 2 ** 23 * above is exact
-            return tl.fma(_float_of_byte(scales[0], AT, COUNT), above, above * -8388608.0)
+        super_scale = _value(scales[2], weight[2].dtype.element_ty, IS_MINIMUM, VALUES_PER_GROUP) * FACTOR
+        if tl.uint8 == TYPE:  # rounded once, like a product: 2 ** 23 * super_scale is exact
+            return tl.fma(_float_of_byte(scales[0], AT, COUNT), super_scale, super_scale * -8388608.0)
         else:
-            return _value(scales[0], TYPE, AT, COUNT) * above
+            return _value(scales[0], TYPE, AT, COUNT) * super_scale
 
 
 @jit

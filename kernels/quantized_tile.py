@@ -248,17 +248,17 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
         q = fp8_value(bits & 255)
     else:
         q = (bits << 24 >> 24).to(tl.float32)
-    EACH: tl.constexpr = 2 if FORMAT.has_minimum else 1
-    COUNT: tl.constexpr = EACH * PARTS
+    VALUES_PER_GROUP: tl.constexpr = 2 if FORMAT.has_minimum else 1
+    COUNT: tl.constexpr = VALUES_PER_GROUP * PARTS
     scale = load_group_value(weight[1], column, row, inside, GROUP, PARTS, 0, COUNT, FORMAT)
     if weight[2] is not None:
-        scale *= load_group_value(weight[2], column, row, inside, SUPER, 1, 0, EACH, FORMAT)
+        scale *= load_group_value(weight[2], column, row, inside, SUPER, 1, 0, VALUES_PER_GROUP, FORMAT)
     if FORMAT.has_zeros:
         q -= load_group_value(weight[3], column, row, inside, GROUP, PARTS, 0, PARTS, FORMAT)
     value = mul_rounded(q - FORMAT.zero, scale)
     if FORMAT.has_minimum:
         minimum = load_group_value(weight[1], column, row, inside, GROUP, PARTS, PARTS, COUNT, FORMAT)
         if weight[2] is not None:
-            minimum *= load_group_value(weight[2], column, row, inside, SUPER, 1, 1, EACH, FORMAT)
+            minimum *= load_group_value(weight[2], column, row, inside, SUPER, 1, 1, VALUES_PER_GROUP, FORMAT)
         value -= minimum
     return value

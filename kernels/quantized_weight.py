@@ -169,38 +169,35 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """The weight in float32: [N, K]."""
-        scale, minimum = self._scales()
-        weight = (self.numbers() - self._zeros()) * scale
-        return (weight if minimum is None else weight - minimum).flatten(1)
+        weight = (self._numbers() - self._zeros()) * self._group_values(0)
+        return (weight - self._group_values(1) if self.has_minimum else weight).flatten(1)
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as matmuls of the kernels use it, in `dtype`: [N, K]. Scale and offset are rounded to `dtype`, and
         then the weight. The offset is the minimum and, with 4 bits, zero * scale. (With float16 the kernels multiply
         fp8 scales by 2 ** 8 before rounding: scales below 2 ** -14 keep up to 8 bits more than here.)"""
-        q, zero = self.numbers(), self._zeros()
-        scale, minimum = self._scales()
-        offset = zero * scale if self.bits == 4 else torch.zeros_like(scale)
-        offset = offset if minimum is None else offset + minimum
-        scale, offset = scale.to(dtype).double(), offset.to(dtype).double()
-        return ((q if self.bits == 4 else q - zero) * scale - offset).to(dtype).flatten(1)
+        q, scale, offset = self._numbers(), self._group_values(0), torch.tensor(0.0)
+        if self.bits == 4:
+            offset = self._zeros() * scale
+        else:
+            q = q - self._zeros()
+        if self.has_minimum:
+            offset = offset + self._group_values(1)
+        return (q * scale.to(dtype).double() - offset.to(dtype).double()).to(dtype).flatten(1)
 
-    def numbers(self) -> torch.Tensor:
+    def _numbers(self) -> torch.Tensor:
         """The stored numbers by group, in float32: [N, groups, columns of a group]."""
         q = _exchanged(self.row_bytes())
         q = torch.cat((q & 15, q >> 4), 2).flatten(1) if self.bits == 4 else q.flatten(1).view(self.packed.dtype)
         return q[:, : self.columns].float().unflatten(1, (-1, self.group))
 
-    def _scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scale and the minimum of each group in float32, exactly: [N, groups, 1]."""
-        found: list[torch.Tensor | None] = [None, None]
-        for index in range(2 if self.has_minimum else 1):
-            values = self._by_row(self.scale[..., index * self.parts : (index + 1) * self.parts])
-            if self.super_scale is not None:
-                above = self.super_scale[..., index].T.float()
-                values = values * above.repeat_interleave(values.shape[1] // above.shape[1], 1)[..., None]
-            found[index] = values
-        assert found[0] is not None
-        return found[0], found[1]
+    def _group_values(self, index: int) -> torch.Tensor:
+        """The scale (index 0) or minimum (1) of each group in float32, exactly: [N, groups, 1]."""
+        values = self._by_row(self.scale[..., index * self.parts : (index + 1) * self.parts])
+        if self.super_scale is None:
+            return values
+        above = self.super_scale[..., index].T.float()
+        return values * above.repeat_interleave(values.shape[1] // above.shape[1], 1)[..., None]
 
     def _zeros(self) -> torch.Tensor:
         """The zero of each group in float32, [N, groups, 1]; or one zero for all, []."""
