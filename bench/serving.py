@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Any
 
 from bench import machine, tables
@@ -40,6 +40,7 @@ from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 
 _STEADY = 16  # tokens that running sequences have before the long prompt joins, and get after it
 _JOINED = 8  # new tokens of the long prompt's sequence
+_DIFFERENT, _IN_TURN = "different", "equal, those that differ in turn"  # batches in the part `settings`
 _ANSWER, _QUESTION = 100, 40  # tokens: the answer to a chat's first turn, and the message of its second
 
 Result = dict[str, Any]
@@ -273,19 +274,24 @@ def _wait_for_tokens(requests: Sequence[TimedRequest], count: int) -> None:
 
 
 def settings(bench: Bench) -> list[Result]:
-    """Sequences with different sampling parameters against sequences with equal ones."""
+    """Sequences with different sampling parameters, against sequences with equal ones: greedy, and each of these
+    parameters in turn, in as many batches as there are parameters."""
     size, engine = bench.load.running, bench.target.engine
     engine.scheduler.max_decoding = max(size, 1)
     vocabulary = engine.model.config.vocab_size
     offered = built_in_options(bench.target.prompts, [vocabulary - 1], vocabulary)
     mixed = list(islice(cycle(offered.values()), size))
-    cases = {"equal, greedy": [GREEDY], "equal, Qwen's settings": [QWEN], "different": mixed}
+    cases = {"equal, greedy": [GREEDY], "equal, Qwen's settings": [QWEN], _DIFFERENT: mixed}
+    alike = {f"equal {number}": [options] for number, options in enumerate(mixed)}
     results: list[Result] = []
     for mode, options in bench.target.modes.items():
-        speeds = bench.speeds(size, {name: [{**each, **options} for each in case] for name, case in cases.items()})
-        for name, speed in speeds.items():
-            against = round(speed / speeds["equal, greedy"], 3)
-            values = {"sequences": size, "tokens_per_s": round(speed, 1), "against_greedy": against}
+        all_cases = {name: [{**each, **options} for each in case] for name, case in (cases | alike).items()}
+        speeds = bench.speeds(size, all_cases)
+        speeds[_IN_TURN] = harmonic_mean([speeds.pop(name) for name in alike])  # every batch has as many tokens
+        for name in (*cases, _IN_TURN):
+            values = {"sequences": size, "tokens_per_s": round(speeds[name], 1)}
+            baseline = _IN_TURN if name == _DIFFERENT else "equal, greedy"
+            values |= {"against_equal": round(speeds[name] / speeds[baseline], 3)}
             results.append({"mode": mode, "settings": name, **values})
     return results
 

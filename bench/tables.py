@@ -271,12 +271,15 @@ def _together(throughput: Sequence[Result], settings: Sequence[Result]) -> list[
         for name, of in groups.items()
     ]  # fmt: skip
     headings = ("requests submitted at once", "plain, tokens/s", "default, tokens/s", "default / plain")
-    text = "End tokens ignored; in brackets against the same mode with equal, greedy requests."
+    text = (
+        "End tokens ignored; in brackets against the same mode with equal, greedy requests, and for different settings "
+        "against batches of equal ones, one of each setting."
+    )
     return [text, "", *table(headings, lines)]
 
 
 def _speed_and_ratio(of: Result) -> str:
-    against = of.get("against_greedy")
+    against = of.get("against_equal")
     return speed(of["tokens_per_s"]) + ("" if against is None else f" ({times(against)})")
 
 

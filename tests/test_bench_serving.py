@@ -88,11 +88,13 @@ def test_every_part_of_serving_is_measured_in_both_modes(
     assert serving.main([*command, *sizes.split(), "--chat", "200"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     counts = {part: [row["mode"] for row in found[part]].count("speculation") for part in serving.PARTS}
-    assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 3, "second_turn": 1}
+    assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 4, "second_turn": 1}
     assert all(2 * count == len(found[part]) for part, count in counts.items())
     plain, ninety = found["throughput"][0], found["latency"][-1]
     assert ninety["requests_per_s"] == pytest.approx(0.9 * plain["tokens_per_s"] / 4, rel=0.01)
     assert all(row["first_token_ms_p50"] <= row["first_token_ms_p99"] for row in found["latency"])
+    *_, different, in_turn = (row for row in found["settings"] if row["mode"] == "plain")
+    assert different["against_equal"] == pytest.approx(different["tokens_per_s"] / in_turn["tokens_per_s"], rel=0.01)
     for row in found["joining"]:
         assert row["chunks"] == 2 and row["prompt_tokens"] == 600
         assert row["longest_gap_ms"] > 0 and row["step_ms"] > 0 and row["chunk_ms"] > 0
