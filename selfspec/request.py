@@ -335,12 +335,14 @@ def _infer_masks(rows: list[list[int]], settings: Settings) -> list[list[int]]:
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raises ValueError for a biased or allowed token id outside the vocabulary."""
-    named = {"logit_bias or sequence_bias": [token for token, _ in params.logit_bias]}
-    named["allowed_token_ids"] = list(params.allowed_token_ids or ())
+    named = {
+        "logit_bias or sequence_bias": tuple(token for token, _ in params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
     for name, ids in named.items():
-        outside = [token for token in ids if token >= vocab_size]
-        if outside:
-            raise ValueError(f"{name} contains token id {outside[0]}, outside the vocabulary (0 to {vocab_size - 1})")
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"{name} contains token id {largest}, outside the vocabulary (0 to {vocab_size - 1})")
 
 
 def check_prompts(prompts: list[list[int]], vocab_size: int, context: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from selfspec.kernels.philox import gumbel, uniform, uniform_vocabulary
@@ -53,9 +54,12 @@ def read_token_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     value = as_scalar(value)
     entries = value.flatten().tolist() if hasattr(value, "flatten") else value
-    entries = tuple(entries) if isinstance(entries, list | tuple | set | frozenset | range) else (entries,)
-    ids = tuple(as_scalar(entry) for entry in entries)
-    if not all(is_int(entry) and -(2**63) <= entry < 2**63 for entry in ids):
+    ids = tuple(entries) if isinstance(entries, list | tuple | set | frozenset | range) else (entries,)
+    is_valid = set(map(type, ids)) <= {int}  # first, since a list may name half of a vocabulary
+    if not is_valid:
+        ids = tuple(map(as_scalar, ids))
+        is_valid = all(map(is_int, ids))
+    if not is_valid or (ids and not -(2**63) <= min(ids) <= max(ids) < 2**63):
         raise ValueError(f"{name}={value!r} is not possible: it must be a token id or a list of them")
     return ids
 
@@ -107,6 +111,11 @@ class SamplingParams:
         restricted = bool(self.banned_token_ids) or self.allowed_token_ids is not None
         return penalties or minimum or restricted or bool(self.logit_bias)
 
+    @cached_property
+    def allowed_array(self) -> np.ndarray | None:
+        """The allowed token ids as int64."""
+        return None if self.allowed_token_ids is None else np.array(self.allowed_token_ids, dtype=np.int64)
+
     @property
     def _has_minimum(self) -> bool:
         return self.min_new_tokens > 0 or self.min_length > 0
@@ -116,7 +125,7 @@ class SamplingParams:
 
     def _unique(self, name: str) -> tuple[int, ...]:
         ids = read_token_ids(name, getattr(self, name))
-        if any(token < 0 for token in ids):
+        if ids and min(ids) < 0:
             raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be token ids of at least 0")
         return tuple(sorted(set(ids)))
 

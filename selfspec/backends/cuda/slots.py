@@ -174,11 +174,13 @@ class SlotStore:
         of its prompt, and those after it."""
         bias, counts = self.bias[slot], self.counts[slot]
         self._biased.add(slot)
-        bias.fill_(-torch.inf if params.allowed_token_ids is not None else 0.0)
-        for ids, value in ((params.allowed_token_ids or (), 0.0), (params.banned_token_ids, -torch.inf)):
-            valid = [token for token in ids if token < self.vocabulary]  # others are ignored, as on the host
-            if valid:
-                bias[self._to_device(torch.tensor(valid))] = value
+        allowed = params.allowed_array
+        bias.fill_(0.0 if allowed is None else -torch.inf)
+        if allowed is not None:
+            bias[self._to_device(torch.from_numpy(allowed))] = 0.0
+        banned = [token for token in params.banned_token_ids if token < self.vocabulary]  # ignores others, as the host
+        if banned:
+            bias[self._to_device(torch.tensor(banned))] = -torch.inf
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias, strict=True)
             bias[self._to_device(torch.tensor(tokens))] += self._to_device(torch.tensor(values, dtype=torch.float32))
