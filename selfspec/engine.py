@@ -274,7 +274,8 @@ class Engine:
             return 0
         from selfspec.warmup import ExpectedRequests, warm_up  # imports Triton
 
-        expected = ExpectedRequests(batch, domain, tuple(temperatures), min(max_length, self.context))
+        batch, max_length = min(batch, self.max_batch), min(max_length, self.context)
+        expected = ExpectedRequests(batch, domain, tuple(temperatures), max_length)
 
         def capture() -> int:
             self.scheduler.close_idle_batches()  # captured steps belong to the slot buffers that requests will get

@@ -66,7 +66,8 @@ def compile_first(graphs: Graphs, drafters: Drafters, request: Request) -> None:
         profile = None
     exit = drafters.most_used_exit if profile is not None else None
     first, masks = request.sequences[0], request.uses_host and not request.processors
-    step = ExpectedStep(len(request.sequences), NONE, exit, first.params, masks)
+    sequences = min(len(request.sequences), graphs.capacity)  # the others wait until some of these end
+    step = ExpectedStep(sequences, NONE, exit, first.params, masks)
     prompts = [sequence.prompt for sequence in request.sequences if sequence.parent is None]
     preparing = WarmUp(graphs, max(sequence.max_length for sequence in request.sequences), len(prompts))
     with preparing.compiling():

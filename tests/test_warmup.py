@@ -26,6 +26,17 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     assert len(engine._graphs.captured.entries) == captured, "the request captured steps of its own"
 
 
+def test_more_sequences_than_a_batch_may_have_are_prepared_for_as_the_largest_batch() -> None:
+    """By a warm-up, and by an engine's first request, whose kernels an engine on a GPU compiles ahead."""
+    hf = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1, head_dim=16, max_position_embeddings=64)
+    first, warmed = (Engine.from_model(hf, max_batch=1, kernels=True) for _ in range(2))
+    assert first._graphs is not None
+    first._graphs.max_kernel_prompt = 2  # as on a GPU: more than 0
+    output: Any = first.generate(torch.tensor([[5], [6]]), max_new_tokens=1, speculative_decoding=False)
+    assert output.shape == (2, 2)
+    assert warmed.warmup(4) == warmed.warmup(1)
+
+
 def test_batches_that_may_not_draft_expect_plain_steps_alone() -> None:
     engine = Engine.from_model(tiny_model("llama", num_hidden_layers=2))
     expected = ExpectedRequests(batch=32, domain=None, temperatures=(0.0,), max_length=64)
