@@ -25,18 +25,17 @@ from selfspec.sequence import Sequence
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE
 from tests.scripted import random_prompt
+from tests.test_random_requests import Call, run
 from tests.test_scheduler import (
     LEAST_PAGES,
     PLAIN,
     TREE,
-    Call,
     assert_all_pages_free,
     generate,
     hf_model,
     new_engine,
     plain_engine,
     request_of,
-    run,
     tokens_of,
 )
 

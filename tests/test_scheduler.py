@@ -16,30 +16,27 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache, partial
 from queue import SimpleQueue
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from selfspec import Engine, Rules
 from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
-from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
+from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import PAGE_SIZE, CacheFull, page_nbytes
+from selfspec.models.config import ModelConfig
 from selfspec.request import SpeculationRequest, read_settings
 from selfspec.sequence import Progress, Request
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import IRREGULAR, endless, random_prompt, silence
 from tests.stepping import enqueue, finish
-from tests.tiny import VOCABULARY, tiny_model
+from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
 PLAIN: dict[str, Any] = {"speculative_decoding": False}
@@ -65,11 +62,12 @@ def new_engine(pages: int | None = None, max_batch: int | None = None, **options
     model = options.pop("model", None) or hf_model()
     gigabytes = None
     if pages is not None:
-        gigabytes = (pages + 0.5) * page_nbytes(plain_engine().model.config, torch.float64) / 1e9
-    options = {"prefix_reuse": True, "max_batch": max_batch, "kv_cache_gb": gigabytes, **options}
-    engine = Engine.from_model(model, tiny_tokenizer(), profile=profile(), **options)
+        gigabytes = (pages + 0.5) * page_nbytes(ModelConfig.from_hf(model.config), model.dtype) / 1e9
+    options = {"profile": profile(), "prefix_reuse": True, "max_batch": max_batch, "kv_cache_gb": gigabytes, **options}
+    engine = Engine.from_model(model, tiny_tokenizer(), **options)
     assert pages is None or engine.cache.num_pages == pages
-    engine.drafters.exits[2] = random_exit(engine.model, 2)
+    (choice,) = options["profile"].domains.values()
+    engine.drafters.exits[choice.exit_layer] = random_exit(engine.model, choice.exit_layer)
     return engine
 
 
@@ -103,15 +101,13 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> list[list[int
 
 
 def assert_all_pages_free(engine: Engine) -> None:
-    """At once, or as soon as a request that was dropped has been noticed."""
-    deadline = time.monotonic() + 20
-    while engine.cache.free_pages < engine.cache.num_pages and time.monotonic() < deadline:
+    """At once, or as soon as a request that was dropped has been noticed; but for the page that idle slots write to."""
+    deadline, pages = time.monotonic() + 20, engine.cache.num_pages - engine.has_kernels
+    while engine.cache.free_pages < pages and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert engine.cache.free_pages == engine.cache.num_pages
+    assert engine.cache.free_pages == pages
     assert not engine.scheduler.waiting and not engine.scheduler.prefilling
 
-
-# Sequences that arrive, wait and leave at random
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"do_sample": False},
@@ -135,92 +131,6 @@ SPECULATIONS: list[dict[str, Any]] = [
     {"plan": "chain:2"},
 ]
 PROMPTS = [random_prompt(length) for length in (1, 2, 40, 60, 63, 64, 100, 110)]
-
-
-@dataclass
-class Call:
-    """One request of a run, and the steps after which it arrives and, perhaps, is cancelled."""
-
-    prompts: list[list[int]]
-    options: dict[str, Any]
-    arrives: int
-    is_cancelled_at: int | None = None
-    is_rejection: bool = False
-    request: Request = field(init=False)
-
-    def expected(self) -> list[list[int]]:
-        """The tokens of every sequence decoded plainly and alone, on a fresh engine."""
-        own = {name: value for name, value in self.options.items() if name not in SpeculationRequest.__annotations__}
-        alone = Engine.from_model(hf_model())
-        return [tokens for prompt in self.prompts for tokens in generate(alone, prompt, **own, **PLAIN)]
-
-
-def random_call(random: Random) -> Call:
-    sampling = random.choice(SAMPLINGS)
-    options = {**sampling, "max_new_tokens": random.choice([1, 7, 20, 30]), "seed": random.randrange(4)}
-    if sampling["do_sample"]:
-        options["num_return_sequences"] = random.choice([1, 1, 2, 3])
-    if random.random() < 0.3:
-        options["eos_token_id"] = random.sample(range(3, VOCABULARY), random.randint(1, 8))
-        options["min_new_tokens"] = random.choice([None, None, 3, 12])
-    rejection = random.random() < 0.1
-    return Call(
-        random.choices(PROMPTS, k=random.choice([1, 1, 2])),
-        {**options, **({"acceptance": "rejection"} if rejection else random.choice(SPECULATIONS))},
-        random.choice([0, 0, 1, 3, 10]),
-        random.choice([None] * 8 + [0, 1, 5, 15]),
-        rejection,
-    )
-
-
-@dataclass
-class Room:
-    """How little there is of everything."""
-
-    pages: int | None
-    max_batch: int
-    margin: int  # positions past its text that a sequence is admitted with: fewer make it be swapped more often
-    chunk: int  # tokens of a prompt in one pass
-
-    @classmethod
-    def at(cls, random: Random) -> Room:
-        pages = random.choice([LEAST_PAGES + 2, LEAST_PAGES + 3, LEAST_PAGES + 5, None])
-        margin = random.choice([1, 1, scheduler_module._STEP_POSITIONS])
-        return cls(pages, random.choice([1, 3, 16, 16]), margin, random.choice([16, PREFILL_CHUNK]))
-
-
-@settings(max_examples=10)
-@given(st.randoms(use_true_random=True))
-def test_every_sequence_gets_the_tokens_it_gets_alone(random: Random) -> None:
-    calls, room = [random_call(random) for _ in range(random.randint(1, 7))], Room.at(random)
-    engine = new_engine(room.pages, room.max_batch)
-    for call in calls:
-        call.request = request_of(engine, call.prompts, **call.options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "_STEP_POSITIONS", room.margin)
-        patch.setattr(torch_backend, "PREFILL_CHUNK", room.chunk)
-        run(engine, calls)
-    assert_all_pages_free(engine)
-    for call in calls:
-        assert call.request.error is None and call.request.progress.is_over
-        for got, expected in zip(tokens_of(call.request), call.expected(), strict=True):
-            if call.is_cancelled_at is not None:
-                expected = expected[: len(got)]
-            assert call.is_rejection or got == expected
-
-
-def run(engine: Engine, calls: list[Call]) -> None:
-    """Steps by hand until all calls have come and gone."""
-    scheduler, steps, left = engine.scheduler, 0, True
-    while left or any(call.arrives >= steps for call in calls):
-        for call in calls:
-            if call.arrives == steps:
-                scheduler.waiting.extend(call.request.sequences)
-            if call.is_cancelled_at is not None and call.arrives + call.is_cancelled_at == steps:
-                scheduler._cancel(call.request)
-        left, steps = scheduler.step(), steps + 1
-        assert sum(len(batch.running) for batch in scheduler.batches.values()) <= scheduler.max_decoding
-        assert steps < 3000, "the loop does not come to an end"
 
 
 def test_two_sequences_that_do_not_fit_together_take_turns_by_swapping() -> None:
