@@ -6,7 +6,7 @@ from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
 
 @jit
-def fp8_value(byte):
+def _fp8_value(byte):
     """Returns the float32 values of e4m3 bytes, given as integers."""
     size = (byte & 127).to(tl.int32)
     value = ((size & 7) << 20 | (size >> 3) << 23).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
@@ -34,20 +34,20 @@ def _run_ptx(PTX: tl.constexpr, words, scale, minus_offset, zero, dtype: tl.cons
 
 
 @jit
-def _number(word, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+def stored_number(word, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
     """Returns in float32 the number that begins at bit SHIFT of each word."""
     if FORMAT.kind == "int4":
         return (word >> SHIFT & 15).to(tl.float32)
     elif FORMAT.kind == "fp8":
-        return fp8_value(word >> SHIFT & 255)
+        return _fp8_value(word >> SHIFT & 255)
     else:
         return ((word << (24 - SHIFT)) >> 24).to(tl.float32)
 
 
 @jit
 def _pair(word, SHIFT: tl.constexpr, scale, minus_offset, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    first = tl.fma(_number(word, SHIFT, FORMAT) - zero, scale, minus_offset)
-    second = tl.fma(_number(word, SHIFT + 16, FORMAT) - zero, scale, minus_offset)
+    first = tl.fma(stored_number(word, SHIFT, FORMAT) - zero, scale, minus_offset)
+    second = tl.fma(stored_number(word, SHIFT + 16, FORMAT) - zero, scale, minus_offset)
     return tl.join(first, second).to(DTYPE)
 
 

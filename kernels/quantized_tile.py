@@ -24,12 +24,12 @@ from selfspec.kernels.noise import mul_rounded
 from selfspec.kernels.pdl import prefetch_weight
 from selfspec.kernels.quantized_operand import (
     by_lane,
-    fp8_value,
     load_all_scales,
     load_group_value,
     load_lanes,
     operand,
     scaling_of,
+    stored_number,
     weight_pairs,
     x_operand,
 )
@@ -241,13 +241,7 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
     shift = column % 2 * 16 + column // 2 % 2 * 8
     if FORMAT.kind == "int4":
         shift += column // HALF % 2 * 4
-    bits = tl.load(weight[0] + at, mask=inside, other=0) >> shift
-    if FORMAT.kind == "int4":
-        q = (bits & 15).to(tl.float32)
-    elif FORMAT.kind == "fp8":
-        q = fp8_value(bits & 255)
-    else:
-        q = (bits << 24 >> 24).to(tl.float32)
+    q = stored_number(tl.load(weight[0] + at, mask=inside, other=0) >> shift, 0, FORMAT)
     VALUES_PER_GROUP: tl.constexpr = 2 if FORMAT.has_minimum else 1
     COUNT: tl.constexpr = VALUES_PER_GROUP * PARTS
     scale = load_group_value(weight[1], column, row, inside, GROUP, PARTS, 0, COUNT, FORMAT)

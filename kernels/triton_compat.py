@@ -90,11 +90,6 @@ def shared_bytes_of(arch: tuple[int, int]) -> int:
     return {(8, 0): 160, (9, 0): 220}.get(arch, 96) * 1024
 
 
-def processors(tensor: torch.Tensor) -> int:
-    """Streaming multiprocessors of the tensor's device."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132
-
-
 @cache
 def can_launch() -> bool:
     """Whether Triton can launch kernels here; warns if not. Triton builds its launcher with a C compiler on first
