@@ -38,7 +38,7 @@ def describe(engine: Engine, model: str, synthetic: dict[str, Any] | None = None
     device = engine.model.device
     is_gpu, allowed = device.type == "cuda", memory_limit(device)
     bandwidth = gpu_bandwidth() if is_gpu else cpu_bandwidth()
-    trained = engine.profile.trained_layers() if engine.profile else []
+    trained = engine.profile.exits_file.layers() if engine.profile else []
     return {
         "model": model,
         "device": torch.cuda.get_device_name(device) if is_gpu else f"{device.type} {platform.machine()}",

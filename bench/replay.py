@@ -99,9 +99,10 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         if len(answer) < _SHORTEST + DEPTHS:
             continue
         domain = route(engine, [prompt])
-        exit = profile.exit(model, profile.choice(domain).exit_layer)
+        file = profile.exits_file
+        exit, head_rows = file.exit(model, profile.choice(domain).exit_layer), file.head_rows(model, domain)
         corpus = Corpus.pack([Document(prompt + answer, len(prompt))], len(prompt) + len(answer))
-        (found,) = measure(model, [exit], profile.head_rows(model, domain), corpus, prompts.temperature, seed)
+        (found,) = measure(model, [exit], head_rows, corpus, prompts.temperature, seed)
         embeddings = engine.drafters.embed([prompt]).read() if profile.routes else None
         is_unfamiliar = embeddings is not None and profile.are_unfamiliar(embeddings, Rules().max_distance)[0]
         positions = min(len(prompt) - 1, PROMPT_END)

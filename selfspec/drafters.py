@@ -169,8 +169,9 @@ class Drafters:
 
     def exit(self, layer: int) -> Exit:
         """The exit after this many layers, with the whole LM head."""
+        model, profile = self.model, self.profile
         if layer not in self.exits:
-            self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
+            self.exits[layer] = Exit(model, layer) if profile is None else profile.exits_file.exit(model, layer)
         return self.exits[layer]
 
     @property
@@ -193,7 +194,7 @@ class Drafters:
         assert self.profile is not None
         if domain not in self.head_rows:
             names = [domain] if domain is not None else list(self.profile.domains)
-            rows = [self.profile.head_rows(self.model, name) for name in names]
+            rows = [self.profile.exits_file.head_rows(self.model, name) for name in names]
             trimmed = [ids for ids in rows if ids is not None]
             needs_full = len(trimmed) < len(rows)
             ids = None if needs_full else trimmed[0] if len(trimmed) == 1 else torch.cat(trimmed).unique()

@@ -169,7 +169,7 @@ def _exits_nbytes(model: Decoder, profile: Profile | None, kernels: bool) -> int
     layers = {choice.exit_layer for choice in profile.domains.values()}
     row = 8 + (0 if kernels else model.config.hidden_size * model.dtype.itemsize)
     rows = sum(choice.head_rows for choice in profile.domains.values())
-    return sum(profile.exit(model, layer).nbytes for layer in layers) + rows * row
+    return sum(profile.exits_file.exit(model, layer).nbytes for layer in layers) + rows * row
 
 
 def prefill_nbytes(model: Decoder, context: int, has_kernels: bool) -> int:

@@ -33,6 +33,7 @@ from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
 from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.profiles.exits_file import ExitsFile
 from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
@@ -372,7 +373,7 @@ def test_no_train_chooses_among_the_profiles_exits(place: Place, whole: Outcome,
     assert again.code == 0, again.text
     assert again.profile.objective == "accept"
     assert again.profile.trained["steps"] == whole.profile.trained["steps"], "of the exits' training"
-    assert again.profile.trained_layers() == whole.profile.trained_layers() == [1, 2]
+    assert again.profile.exits_file.layers() == whole.profile.exits_file.layers() == [1, 2]
     for name, tensor in whole.tensors.items():
         assert torch.equal(tensor, again.tensors[name])
     accepting = {name: choice.most_accepting_exit for name, choice in whole.profile.domains.items()}
@@ -499,7 +500,7 @@ def test_a_training_prompt_that_the_model_cannot_read_is_an_error_before_any_wor
 
 def test_no_train_refuses_layers_without_an_exit(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
     shutil.copytree(whole.out, tmp_path / "one")
-    quickly.setattr(Profile, "trained_layers", lambda _: [1])
+    quickly.setattr(ExitsFile, "layers", lambda _: [1])
     failed = place.calibrate(tmp_path / "one", "--no-train", "--exits", "2")
     assert failed.code == 2 and "none of the exits [1] of the profile is among those asked for" in failed.text
 

@@ -119,7 +119,7 @@ def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, 
 
 
 def test_the_shipped_profile_is_of_another_device_so_the_engine_measures_for_itself(profiled):
-    assert profiled.profile.device.type == "cuda" and profiled.profile.trained_layers() == [1]
+    assert profiled.profile.device.type == "cuda" and profiled.profile.exits_file.layers() == [1]
     before = profiled.metrics()
     plain, governed = (
         profiled.complete("Once upon a time", max_new_tokens=24, do_sample=False, speculative_decoding=mode)

@@ -606,7 +606,10 @@ def test_exit_read_from_a_profile_equals_the_saved_one(family: str, rows: torch.
     of_domain = {} if rows is None else {"text": rows}
     profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [saved], of_domain)
     profile = Profile.load(tmp_path)
-    loaded = replace(profile.exit(trained.model, EXIT_LAYER), head_rows=profile.head_rows(trained.model, "text"))
+    loaded = replace(
+        profile.exits_file.exit(trained.model, EXIT_LAYER),
+        head_rows=profile.exits_file.head_rows(trained.model, "text"),
+    )
     assert (loaded.vocabulary, loaded.nbytes) == (saved.vocabulary, saved.nbytes)
     assert torch.equal(prefill_logits(loaded, tokens), prefill_logits(saved, tokens))
 
@@ -617,13 +620,15 @@ def test_exits_of_one_profile_are_kept_apart(tmp_path: Path) -> None:
     saved = [first.exit, Exit(model, 3, second.norm, second.exit.block)]
     profile = profile_of(model, {"text": choice_of(1, TREE), "code": choice_of(3, TREE)}).save(tmp_path, saved)
     for exit in saved:
-        assert torch.equal(prefill_logits(profile.exit(model, exit.layer), tokens), prefill_logits(exit, tokens))
+        assert torch.equal(
+            prefill_logits(profile.exits_file.exit(model, exit.layer), tokens), prefill_logits(exit, tokens)
+        )
 
 
 def test_a_layer_without_an_exit_in_the_profile_gets_a_raw_one(tmp_path: Path) -> None:
     trained, tokens = Trained("llama"), random_tokens(20)
     profile = profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [trained.exit])
-    loaded = profile.exit(trained.model, 1)
+    loaded = profile.exits_file.exit(trained.model, 1)
     assert loaded.nbytes == 0
     assert torch.equal(prefill_logits(loaded, tokens), prefill_logits(Exit(trained.model, 1), tokens))
 
@@ -632,7 +637,7 @@ def test_exit_takes_the_dtype_of_the_model_it_serves(tmp_path: Path) -> None:
     trained, tokens = Trained("llama"), random_tokens(20)
     profile = profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [trained.exit])
     single = adopt(tiny_model("llama", torch.float32))
-    got = prefill_logits(profile.exit(single, EXIT_LAYER), tokens)
+    got = prefill_logits(profile.exits_file.exit(single, EXIT_LAYER), tokens)
     torch.testing.assert_close(got, prefill_logits(trained.exit, tokens), atol=1e-3, rtol=1e-3)
 
 

@@ -121,7 +121,7 @@ def test_a_trained_exit_costs_its_weights_its_cache_and_two_per_cent(
 ) -> None:
     """Prompts fill a pass of four segments in both cases. The cache has a layer for the exit also without one, so its
     share of the bound is a margin."""
-    exit_weights = trained.exit(small, EXIT_LAYER).nbytes
+    exit_weights = trained.exits_file.exit(small, EXIT_LAYER).nbytes
     off, on = held_by(small, None, batch, length, plan), held_by(small, trained, batch, length, plan)
     assert torch.equal(on.tokens, off.tokens)
     assert on.drafted > 0 == off.drafted

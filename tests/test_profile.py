@@ -150,8 +150,8 @@ def test_saving_a_loaded_profile_writes_the_same_files(tmp_path: Path) -> None:
     exits, rows = [random_exit(model(), 2), Exit(model(), 3)], {"text": ROWS}
     full_profile().save(tmp_path / "a", exits, rows)
     loaded = Profile.load(tmp_path / "a")
-    again = [loaded.exit(model(), layer) for layer in (2, 3)]
-    text = loaded.head_rows(model(), "text")
+    again = [loaded.exits_file.exit(model(), layer) for layer in (2, 3)]
+    text = loaded.exits_file.head_rows(model(), "text")
     assert text is not None
     loaded.save(tmp_path / "b", again, {"text": text})
     for name in ("profile.json", "exits.safetensors"):
@@ -163,24 +163,24 @@ def test_head_rows_are_loaded_by_domain(tmp_path: Path) -> None:
     rows = {"code": ROWS, "code.old": random_rows(7, 1)}
     profile = profile_of(model(), {name: choice_of(2, "chain:2") for name in (*rows, "text")}).save(tmp_path, [], rows)
     for name in rows:
-        assert torch.equal(profile.head_rows(model(), name), rows[name])
-    assert profile.head_rows(model(), "text") is None
+        assert torch.equal(profile.exits_file.head_rows(model(), name), rows[name])
+    assert profile.exits_file.head_rows(model(), "text") is None
 
 
 def test_trained_layers_are_those_with_a_block(tmp_path: Path) -> None:
     exits = [random_exit(model(), 3), Exit(model(), 2), random_exit(model(), 1)]
     profile = profile_of(model(), {"text": choice_of(2, "chain:2")})
-    assert profile.trained_layers() == []
-    assert profile.save(tmp_path / "none", [Exit(model(), 2)]).trained_layers() == []
-    assert profile.save(tmp_path / "two", exits, {"text": ROWS}).trained_layers() == [1, 3]
+    assert profile.exits_file.layers() == []
+    assert profile.save(tmp_path / "none", [Exit(model(), 2)]).exits_file.layers() == []
+    assert profile.save(tmp_path / "two", exits, {"text": ROWS}).exits_file.layers() == [1, 3]
 
 
 def test_without_its_exits_file_a_profile_has_exits_without_blocks(tmp_path: Path) -> None:
     profile = full_profile().save(tmp_path, [random_exit(model(), 2)], {"text": ROWS})
     (tmp_path / "exits.safetensors").unlink()
-    assert profile.trained_layers() == []
-    assert profile.exit(model(), 2).block is None
-    assert profile.head_rows(model(), "text") is None
+    assert profile.exits_file.layers() == []
+    assert profile.exits_file.exit(model(), 2).block is None
+    assert profile.exits_file.head_rows(model(), "text") is None
 
 
 def test_a_profile_is_immutable() -> None:
@@ -409,7 +409,7 @@ def test_damaged_exits_are_refused_with_file_and_fix_by_requests_that_draft(
 @pytest.mark.parametrize("kind", ["cut-at-its-end", "cut-in-its-header", "empty", "not-safetensors"])
 def test_the_layers_of_a_damaged_exits_file_are_an_error(folder: Path, kind: str) -> None:
     BAD_EXITS[kind][0](folder / "exits.safetensors")
-    message = refusal(Profile.load(folder).trained_layers)
+    message = refusal(Profile.load(folder).exits_file.layers)
     assert str(folder / "exits.safetensors") in message and HOW_TO_CALIBRATE in message
 
 
@@ -590,7 +590,7 @@ def test_an_engine_uses_the_profile_it_finds(folders: dict[str, Path], hf: PreTr
 def test_shipped_profiles_are_valid() -> None:
     for path in shipped_dir().glob("profiles/*/profile.json"):
         profile = Profile.load(path.parent)
-        assert set(profile.trained_layers()) >= {choice.exit_layer for choice in profile.domains.values()}
+        assert set(profile.exits_file.layers()) >= {choice.exit_layer for choice in profile.domains.values()}
 
 
 def test_ranks_above_the_highest_temperature_are_extrapolated_from_the_two_highest() -> None:

@@ -59,13 +59,13 @@ class Trained:
     @classmethod
     def from_profile(cls, profile: Profile, model: Decoder, layers: list[int], domains: list[str]) -> Trained:
         """A profile's exits. A domain that the profile lacks gets the head rows of all its domains together."""
-        rows = {name: profile.head_rows(model, name) for name in profile.domains}
+        rows = {name: profile.exits_file.head_rows(model, name) for name in profile.domains}
         uses = torch.zeros(len(domains), model.config.vocab_size, dtype=torch.float64)
         for index, domain in enumerate(domains):
             for own in [rows[domain]] if domain in rows else rows.values():
                 uses[index, slice(None) if own is None else own.cpu()] += 1
         amounts = {name: value for name, value in profile.trained.items() if name in ("tokens", "steps")}
-        return cls([profile.exit(model, layer) for layer in layers], ordered_rows(uses), amounts)
+        return cls([profile.exits_file.exit(model, layer) for layer in layers], ordered_rows(uses), amounts)
 
     def head_rows(self, domain: int, size: int) -> torch.Tensor | None:
         """The `size` most used rows of a domain, ascending; None: all rows."""

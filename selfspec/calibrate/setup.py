@@ -54,7 +54,7 @@ class Setup:
         self.identity = ModelIdentity.of(self.model)
         self.out = settings.out or profiles_dir() / self.identity.name
         self.trained_before = before = None if settings.train else self._profile_with_exits()
-        self.stored_exits = None if before is None else before.stored_exits()  # in their own dtype
+        self.stored_exits = None if before is None else before.exits_file.stored_exits()  # in their own dtype
         self.work = Work(self.out / FOLDER, self._key(), settings.resume, settings.restart)
         _check_disk(self.out)
         recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)
@@ -129,7 +129,7 @@ class Setup:
         """The profile in the output folder, else the one that is found for the model; sets the layers to its exits'."""
         in_folder = (self.out / "profile.json").exists()
         profile = Profile.load(self.out) if in_folder else Profile.find(self.model)
-        layers = profile.trained_layers() if profile is not None else []
+        layers = profile.exits_file.layers() if profile is not None else []
         if profile is None or not layers:
             raise ValueError("this model has no trained exits yet: leave out --no-train")
         profile.check(self.model)

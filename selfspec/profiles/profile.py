@@ -376,25 +376,9 @@ class Profile(Entry):
         )
         return normalised(self._router.centroids[[number for number, _ in measured]]), means, spreads
 
-    def exit(self, model: Decoder, layer: int) -> Exit:
-        """The profile's exit after `layer` layers with the whole head, on the model's device; without a block where
-        none was trained."""
-        return self._exits_file.exit(model, layer)
-
-    def stored_exits(self) -> dict[str, torch.Tensor]:
-        """Copies of the tensors of the profile's exits, in the dtype that they are stored in."""
-        return self._exits_file.stored_exits()
-
-    def trained_layers(self) -> list[int]:
-        """The numbers of layers below the profile's trained exits."""
-        return self._exits_file.layers()
-
-    def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
-        """The token ids of a domain's trimmed head, ascending; None: the whole head."""
-        return self._exits_file.head_rows(model, domain)
-
     @property
-    def _exits_file(self) -> ExitsFile:
+    def exits_file(self) -> ExitsFile:
+        """The file of the profile's exits and trimmed heads."""
         return ExitsFile(self.folder)
 
 
