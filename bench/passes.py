@@ -22,7 +22,7 @@ from bench.quantized import FORMATS, SMALLER_CARDS
 from bench.synthetic import SHAPES, random_quantized, synthetic
 from selfspec import Engine
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.slots import SlotState, StepOptions
+from selfspec.backends.cuda.slots import StepOptions, slot_values
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import NONE, Plan
 
@@ -36,7 +36,7 @@ def pass_seconds(graphs: Graphs, tokens: int, length: int) -> float:
     graphs.cache.reserve(text, length + tokens)
     text.length = length
     _, replay = graphs.step(buffers, 1, plan_of(tokens), None, StepOptions(), length + tokens)
-    slot, times = SlotState.of(Sequence_([0] * length, 0, 0, length + tokens, kv=text)), []
+    slot, times = slot_values(Sequence_([0] * length, 0, 0, length + tokens, kv=text)), []
     for _ in range(_REPLAYS):
         buffers.slots.write([0], [slot], [0], [text.pages])  # a pass advances the length
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

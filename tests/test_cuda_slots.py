@@ -12,17 +12,18 @@ import torch
 from selfspec.backends.cuda.slots import (
     DRAFTING,
     IDLE,
+    IDLE_VALUES,
     MAX_STOPS,
     PLAIN,
-    SlotState,
     SlotStore,
     StepOptions,
+    slot_values,
 )
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Request, Sequence
 
 CAPACITY, PAGES, VOCABULARY, IDLE_PAGE = 8, 5, 11, 99
-STATE_FIELDS = [name for name in SlotState.__dataclass_fields__ if name != "stops"]
+STATE_FIELDS = [name for name in slot_values(Sequence([1], 0, 0, 2)) if name != "stops"]
 OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 
@@ -69,11 +70,11 @@ class Model:
         assert counts is None or store.counts[slot].tolist() == counts
 
 
-def random_state(dice: random.Random) -> SlotState:
-    fields = {name: dice.randint(1, 90) for name in STATE_FIELDS}
+def random_values(dice: random.Random) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: dice.randint(1, 90) for name in STATE_FIELDS}
     fields |= {name: dice.random() for name in OFF}
     fields["active"] = dice.choice([PLAIN, DRAFTING])
-    return SlotState(**fields, stops=tuple(dice.sample(range(VOCABULARY), dice.randint(0, 3))))
+    return {**fields, "stops": tuple(dice.sample(range(VOCABULARY), dice.randint(0, 3)))}
 
 
 def random_processing(
@@ -116,18 +117,18 @@ class Driven:
         joined, left = self.some(self.free()), self.some(self.taken())
         if not joined and not left:
             return
-        states = [random_state(self.dice) for _ in joined]
+        values = [random_values(self.dice) for _ in joined]
         seeds = [self.dice.randint(0, 2**40) for _ in joined]
         pages = [[self.dice.randint(0, 90) for _ in range(self.dice.randint(1, PAGES))] for _ in joined]
         self.store.write(
-            [*joined, *left], [*states, *(None for _ in left)], [*seeds, *(0 for _ in left)],
+            [*joined, *left], [*values, *(IDLE_VALUES for _ in left)], [*seeds, *(0 for _ in left)],
             [*pages, *([IDLE_PAGE] for _ in left)],
         )  # fmt: skip
         for slot in left:
             self.model.slots[slot] = self.model.idle()
-        for slot, state, seed, of_slot in zip(joined, states, seeds, pages, strict=True):
+        for slot, written, seed, of_slot in zip(joined, values, seeds, pages, strict=True):
             self.features[slot] = float(seed % 1000)
-            own = {**vars(state), "seed": seed, "pages": of_slot, "feature": float(seed % 1000)}
+            own = {**written, "seed": seed, "pages": of_slot, "feature": float(seed % 1000)}
             self.model.slots[slot] = {**self.model.idle(), **own}
             if self.dice.random() < 0.5:
                 written, expected = random_processing(self.dice)
@@ -194,10 +195,10 @@ def test_processing_is_off_in_the_slot_of_a_sequence_with_callables() -> None:
     )
     sequences = [Sequence([5] * 5, 0, 0, 9, params) for _ in range(2)]
     Request(sequences[1:], processors=(lambda tokens, logits: logits,))
-    on, off = map(SlotState.of, sequences)
-    assert (on.repetition, on.presence, on.frequency, on.min_length) == (1.2, 0.3, 0.2, 8)
-    assert (off.repetition, off.presence, off.frequency, off.min_length) == (1.0, 0.0, 0.0, 0)
-    assert on.temperature == off.temperature == 0.0  # greedy
+    on, off = map(slot_values, sequences)
+    names = ("repetition", "presence", "frequency", "min_length", "temperature")
+    assert [on[name] for name in names] == [1.2, 0.3, 0.2, 8, 0.0]  # greedy
+    assert [off[name] for name in names] == [1.0, 0.0, 0.0, 0, 0.0]
 
 
 def test_step_options_cover_all_sequences_and_are_one_of_four() -> None:

@@ -14,7 +14,7 @@ import torch
 from bench.host import IdleBackend, idle_scheduler
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.decoder import Scratch
-from selfspec.backends.cuda.slots import SlotState, SlotStore, bucket
+from selfspec.backends.cuda.slots import SlotStore, bucket, slot_values
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
@@ -251,9 +251,9 @@ def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:
 
 def test_slots_hold_any_parameters_that_a_request_may_have() -> None:
     params = SamplingParams(do_sample=True, top_k=2**40, min_new_tokens=2**40, stop_token_ids=(2**40, 7))
-    state = SlotState.of(Sequence([0, 0, 0, 5], 0, 0, 9, params))
+    values = slot_values(Sequence([0, 0, 0, 5], 0, 0, 9, params))
     store = SlotStore(4, 2, 50, torch.device("cpu"), idle_page=0)
-    store.write([1], [state], [2**60], [[3]])
+    store.write([1], [values], [2**60], [[3]])
     slots = store.first(2)
     assert slots.top_k.tolist()[1] == slots.min_length.tolist()[1] == 2**31 - 1
     assert slots.stops[1, :2].tolist() == [7, -1]

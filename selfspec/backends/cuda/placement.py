@@ -13,7 +13,7 @@ import torch
 from selfspec.backends.base import Step
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.readback import StepTimes
-from selfspec.backends.cuda.slots import SlotBuffers, SlotState, StepOptions, bucket
+from selfspec.backends.cuda.slots import IDLE_VALUES, SlotBuffers, StepOptions, bucket, slot_values
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
@@ -136,9 +136,9 @@ class SlotPlacement:
             return
         self._times.exclude_next_step()
         store, slots = self._buffers.slots, [*self.slots(joined), *idle]
-        states = [*map(SlotState.of, joined), *(None for _ in idle)]
+        values = [*map(slot_values, joined), *(IDLE_VALUES for _ in idle)]
         pages = [*(sequence.kv.pages for sequence in joined), *([store.idle_page] for _ in idle)]
-        written = store.write(slots, states, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
+        written = store.write(slots, values, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
             self.pages.changed.discard(sequence)
             if sequence.params.changes_logits and not sequence.request.processors:

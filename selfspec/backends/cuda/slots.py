@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency
 _FIELDS = (*_INTS, *_FLOATS)
 _PAGES_AT = len(_FIELDS) + MAX_STOPS  # first column of the slot's pages in a row of `SlotWrite`
 _ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
-_IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+_OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+IDLE_VALUES: dict[str, Any] = {**_OFF, "stops": ()}  # of an idle slot; its other fields are 0
 
 
 def bucket(count: int, least: int = 1) -> int:
@@ -129,17 +131,17 @@ class SlotStore:
         return self._bias
 
     def write(
-        self, slots: Seq[int], states: Seq[SlotState | None], seeds: Seq[int], pages: Seq[Seq[int]]
+        self, slots: Seq[int], values: Seq[dict[str, Any]], seeds: Seq[int], pages: Seq[Seq[int]]
     ) -> torch.Tensor:
-        """Writes several slots with one copy to the device. The state of a slot that becomes idle is None. Returns the
-        slots' numbers [count] on the device, valid until the next call."""
+        """Writes several slots with one copy to the device; the values of a slot are those of `slot_values`, or
+        IDLE_VALUES. Returns the slots' numbers [count] on the device, valid until the next call."""
         written = self._slot_write(len(slots))
         host = host_tensor(written.whole, self.device)
         header, rows = written.parts(host.numpy())
         header[0], header[1] = slots, seeds
         rows[:, written.pages] = self.idle_page
-        for row, state, slot_pages in zip(rows, states, pages, strict=True):
-            self._pack(row[written.fields], row[written.stops], state)
+        for row, of_slot, slot_pages in zip(rows, values, pages, strict=True):
+            self._pack(row[written.fields], row[written.stops], of_slot)
             row[written.pages][: len(slot_pages)] = slot_pages
         written.whole.copy_(host, non_blocking=True)
         self._fields.index_copy_(1, written.slots, written.values)
@@ -154,14 +156,12 @@ class SlotStore:
         return self._writes[count]
 
     @staticmethod
-    def _pack(fields: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
+    def _pack(fields: np.ndarray, stops: np.ndarray, values: dict[str, Any]) -> None:
         """Writes the fields and stop tokens of a slot to a host row. Float fields keep their bits in the int32 row."""
-        stops[:] = -1
-        values = _IDLE_VALUES if state is None else vars(state)
         fields[: len(_INTS)] = [values.get(name, 0) for name in _INTS]
         fields[len(_INTS) :].view(np.float32)[:] = [values[name] for name in _FLOATS]
-        if state is not None:
-            stops[: len(state.stops)] = state.stops
+        stops[:] = -1
+        stops[: len(values["stops"])] = values["stops"]
 
     def write_pages(self, slots: Seq[int], pages: Seq[Seq[int]]) -> None:
         """Writes the page tables of slots whose sequences have taken pages."""
@@ -256,45 +256,26 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-@dataclass(frozen=True)
-class SlotState:
-    """The values of a slot for a sequence that joins; fields as in `Slots`, stop tokens unpadded."""
-
-    lengths: int
-    newest_tokens: int
-    sample_indices: int
-    active: int
-    top_k: int
-    min_length: int
-    temperature: float
-    top_p: float
-    min_p: float
-    repetition: float
-    presence: float
-    frequency: float
-    stops: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> SlotState:
-        """Returns the values for a sequence."""
-        params, processed = sequence.params, not sequence.request.processors  # whether the device processes its logits
-        after_prompt = len(sequence.prompt) + params.min_new_tokens if params.min_new_tokens else 0
-        shortest = max(params.min_length, after_prompt)
-        return cls(
-            lengths=sequence.kv.length,
-            newest_tokens=sequence.tokens[-1],
-            sample_indices=sequence.sample_index,
-            active=DRAFTING if sequence.drafts else PLAIN,
-            top_k=min(params.top_k, _MAX_INT32) if params.do_sample else 0,
-            min_length=min(shortest, _MAX_INT32) if processed else 0,
-            temperature=params.temperature if params.do_sample else 0.0,
-            top_p=params.top_p if params.do_sample else 1.0,
-            min_p=params.min_p if params.do_sample else 0.0,
-            repetition=params.repetition_penalty if processed else 1.0,
-            presence=params.presence_penalty if processed else 0.0,
-            frequency=params.frequency_penalty if processed else 0.0,
-            stops=tuple(token for token in params.stop_token_ids if 0 <= token <= _MAX_INT32)[:MAX_STOPS],
-        )
+def slot_values(sequence: Sequence) -> dict[str, Any]:
+    """Returns the values of the slot of a sequence that joins, by the fields of `Slots`; stop tokens unpadded."""
+    params, processed = sequence.params, not sequence.request.processors  # whether the device processes its logits
+    after_prompt = len(sequence.prompt) + params.min_new_tokens if params.min_new_tokens else 0
+    shortest = max(params.min_length, after_prompt)
+    return {
+        "lengths": sequence.kv.length,
+        "newest_tokens": sequence.tokens[-1],
+        "sample_indices": sequence.sample_index,
+        "active": DRAFTING if sequence.drafts else PLAIN,
+        "top_k": min(params.top_k, _MAX_INT32) if params.do_sample else 0,
+        "min_length": min(shortest, _MAX_INT32) if processed else 0,
+        "temperature": params.temperature if params.do_sample else 0.0,
+        "top_p": params.top_p if params.do_sample else 1.0,
+        "min_p": params.min_p if params.do_sample else 0.0,
+        "repetition": params.repetition_penalty if processed else 1.0,
+        "presence": params.presence_penalty if processed else 0.0,
+        "frequency": params.frequency_penalty if processed else 0.0,
+        "stops": [token for token in params.stop_token_ids if 0 <= token <= _MAX_INT32][:MAX_STOPS],
+    }
 
 
 @dataclass(frozen=True)
