@@ -13,10 +13,10 @@ from selfspec.kernels.constants import ACTIVATIONS
 from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
-    check_output,
     matmul_reference,
     norm_squares,
 )
+from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.norm import Norm
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
@@ -110,7 +110,7 @@ def gated_linear(
     if weight.shape[0] % 2:
         raise ValueError(f"weight must hold as many rows for gate as for up, got {weight.shape[0]} in all")
     rows, n = x.shape[0], weight.shape[0] // 2
-    check_output("out", out, x, n)
+    check_tensor(out, "out", (rows, n), (x.dtype,), x.device)
     config = config or choose_weight_tile("gate_up", weight, rows)
     settings = weight_settings(x, weight, norm, config)
     squares, squares_stride = norm_squares(norm)

@@ -12,10 +12,10 @@ import torch
 from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
-    check_output,
     matmul_reference,
     norm_squares,
 )
+from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.norm import (
     NextNorm,
     Norm,
@@ -120,9 +120,9 @@ def linear(
     check_matmul(taken, weight, bias, None)
     if norm is not None:
         check_squares(norm.squares, *x.shape)
-    check_output("out", out, taken, n)
+    check_tensor(out, "out", (rows, n), (x.dtype,), x.device)
     if residual is not None:
-        check_output("residual", residual, taken, n)
+        check_tensor(residual, "residual", (rows, n), (x.dtype,), x.device)
     if gather is not None and (gather.dtype != torch.int64 or gather.stride() != (1,)):
         raise ValueError("gathered rows must be given as contiguous int64")
     if next_norm is not None:

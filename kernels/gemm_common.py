@@ -369,11 +369,3 @@ def check_matmul(
         raise ValueError(f"bias must be contiguous [{weight.shape[0]}], got {tuple(bias.shape)}")
     if norm is not None:
         check_squares(norm.squares, *x.shape)
-
-
-def check_output(name: str, tensor: torch.Tensor, x: torch.Tensor, width: int) -> None:
-    if tensor.shape != (x.shape[0], width) or tensor.dtype != x.dtype or tensor.stride(1) != 1:
-        raise ValueError(
-            f"{name} must be {x.dtype} [{x.shape[0]}, {width}] with contiguous rows, "
-            f"got {tensor.dtype} {tuple(tensor.shape)}"
-        )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
@@ -66,8 +67,7 @@ class NextNorm:
         rows, width = out.shape
         check_weight(self.weight, width)
         check_squares(self.squares, rows, width)
-        if self.scaled.shape != out.shape or self.scaled.dtype != out.dtype or self.scaled.stride(1) != 1:
-            raise ValueError(f"scaled must be {out.dtype} {tuple(out.shape)} with contiguous rows")
+        check_tensor(self.scaled, "scaled", (rows, width), (out.dtype,), out.device)
 
 
 def next_tensors(norm: NextNorm | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -86,12 +86,7 @@ def check_weight(weight: torch.Tensor, width: int) -> None:
 
 
 def check_squares(squares: torch.Tensor, rows: int, width: int) -> None:
-    wanted = (rows, squares_per_row(width))
-    if squares.shape != wanted or squares.dtype != torch.float32 or squares.stride(-1) != 1:
-        raise ValueError(
-            f"squares of {rows} rows of {width} columns must be float32 {wanted} with contiguous rows, "
-            f"got {squares.dtype} {tuple(squares.shape)}"
-        )
+    check_tensor(squares, "squares", (rows, squares_per_row(width)), (torch.float32,), squares.device)
 
 
 def squares_reference(x: torch.Tensor) -> torch.Tensor:
@@ -219,8 +214,8 @@ def rms_norm(
     """out = residual + norm(x), and what the next norm reads; `residual` and `x` may be `out` itself."""
     rows, width = x.shape
     for name, tensor in {"x": x, "out": out, "residual": residual}.items():
-        if tensor is not None and (tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.stride(1) != 1):
-            raise ValueError(f"{name} must be {x.dtype} {tuple(x.shape)} with contiguous rows")
+        if tensor is not None:
+            check_tensor(tensor, name, (rows, width), (x.dtype,), x.device)
     if weight is not None:
         check_weight(weight, width)
     if next_norm is not None:

@@ -13,10 +13,10 @@ from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
-    check_output,
     matmul_reference,
     norm_squares,
 )
+from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.norm import Norm, apply_norm_reference, tree_sum
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
@@ -177,7 +177,7 @@ def qkv_linear(
     if q_heads < 1 or weight.shape[0] % head_dim:
         raise ValueError(f"weight has {weight.shape[0]} rows, which are not heads of {head_dim} with {kv_heads} for k")
     if q_out is not None:
-        check_output("q_out", q_out, x, q_heads * head_dim)
+        check_tensor(q_out, "q_out", (rows, q_heads * head_dim), (x.dtype,), x.device)
     _check_heads(x, keys, values, q_norm, k_norm, cos, sin, slots)
     whole_heads = q_norm is not None
     config = config or choose_weight_tile("qkv_norm" if whole_heads else "qkv", weight, rows)
@@ -223,5 +223,4 @@ def _check_heads(
     wanted = (x.shape[0], head_dim // 2)
     if cos.shape != wanted or sin.shape != wanted or cos.stride() != sin.stride() or cos.stride(1) != 1:
         raise ValueError(f"cos and sin must both be {wanted}, with equal strides and contiguous rows")
-    if slots.shape != x.shape[:1] or slots.dtype != torch.int64 or slots.stride(0) != 1:
-        raise ValueError(f"slots must be contiguous int64 [{x.shape[0]}], got {slots.dtype} {tuple(slots.shape)}")
+    check_tensor(slots, "slots", (x.shape[0],), (torch.int64,), x.device)

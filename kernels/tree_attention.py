@@ -25,6 +25,7 @@ from math import gcd
 import torch
 
 from selfspec.kernels.constants import MAX_NODES, PAGE_SIZE
+from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.tree_attention_common import bundle_of, range_of, split_point
 from selfspec.kernels.tree_attention_kernel import tree_attention_kernel
 from selfspec.kernels.triton_compat import pdl_options, shared_bytes
@@ -239,29 +240,21 @@ def _check(
     heads, rest = divmod(q.shape[-1], kv_heads * dim)
     if q.dim() != 2 or rest or not 1 <= heads <= 16:
         raise ValueError(f"q must be [rows, 1 to 16 times {kv_heads} heads of {dim}], not {list(q.shape)}")
-    if out.shape != q.shape or q.shape[0] != batch * rows:
-        raise ValueError(
-            f"q and out must have {batch} * {rows} rows and one width, not {list(q.shape)}, {list(out.shape)}"
-        )
-    if q.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError("the rows of q and out must be contiguous")
-    if not q.dtype == keys.dtype == values.dtype == out.dtype or q.dtype not in _DTYPES:
-        raise ValueError(f"q, keys, values and out must share one of {_DTYPES}, not {q.dtype}, {keys.dtype}")
-    if page_table.dim() != 2 or page_table.shape[0] != batch or page_table.stride(1) != 1:
-        raise ValueError(f"page_table must be [{batch}, pages] with contiguous rows, not {list(page_table.shape)}")
-    if paths.dim() != 3 or paths.shape[:2] != (batch, rows) or not 1 <= paths.shape[2] <= MAX_NODES + 1:
+    check_tensor(q, "q", (batch * rows, q.shape[1]), _DTYPES, q.device)
+    check_tensor(out, "out", tuple(q.shape), (q.dtype,), q.device)
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"q, keys and values must share one of {_DTYPES}, not {q.dtype}, {keys.dtype}, {values.dtype}")
+    for name, tensor, shape in (
+        ("page_table", page_table, (batch, page_table.shape[-1])),
+        ("lengths", lengths, (batch,)),
+        ("paths", paths, (batch, rows, paths.shape[-1])),
+        ("depths", depths, (rows,)),
+    ):
+        check_tensor(tensor, name, shape, (torch.int32,), q.device)
+    if not 1 <= paths.shape[2] <= MAX_NODES + 1:
         raise ValueError(f"paths must be [{batch}, {rows}, 1 to {MAX_NODES + 1}], not {list(paths.shape)}")
-    if paths.stride(2) != 1:
-        raise ValueError(f"the rows of paths must be contiguous, not have strides {paths.stride()}")
-    for name, tensor in {"page_table": page_table, "lengths": lengths, "paths": paths, "depths": depths}.items():
-        if tensor.dtype != torch.int32 or (tensor.dim() == 1 and tensor.shape[0] > 1 and tensor.stride(0) != 1):
-            raise ValueError(f"{name} must be contiguous int32, not {tensor.dtype} with strides {tensor.stride()}")
-    _check_workspace(workspace, workspace_size(batch, rows, kv_heads * heads, dim, ranges), torch.float32, "workspace")
-    _check_workspace(counters, counters_size(batch, rows, kv_heads), torch.int32, "counters")
+    numbers, counts = workspace_size(batch, rows, kv_heads * heads, dim, ranges), counters_size(batch, rows, kv_heads)
+    check_tensor(workspace[:numbers], "workspace", (numbers,), (torch.float32,), q.device)
+    check_tensor(counters[:counts], "counters", (counts,), (torch.int32,), q.device)
     if ranges < 0 or (window is not None and window < 1) or not scale > 0:
         raise ValueError(f"needs ranges >= 0, window >= 1 and scale > 0, not {ranges}, {window}, {scale}")
-
-
-def _check_workspace(tensor: torch.Tensor, size: int, dtype: torch.dtype, name: str) -> None:
-    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype != dtype or tensor.numel() < size:
-        raise ValueError(f"{name} must hold {size} contiguous {dtype}, not {list(tensor.shape)} {tensor.dtype}")

@@ -332,13 +332,13 @@ def test_every_column_belongs_to_one_entry_of_squares() -> None:
         ({"x": nan(2, 24), "weight": nan(32, 24)}, "multiples of 16"),
         ({"weight": nan(32, 48, dtype=HALF)}, "one dtype"),
         ({"x": nan(48, 2).T}, "contiguous"),
-        ({"out": nan(2, 31)}, "out must be"),
-        ({"residual": nan(3, 32)}, "residual must be"),
+        ({"out": nan(2, 31)}, "out must have"),
+        ({"residual": nan(3, 32)}, "residual must have"),
         ({"bias": nan(31)}, "bias must be"),
-        ({"next_norm": norms.NextNorm(nan(32), 0.0, nan(2, 3), nan(2, 32))}, "squares of 2 rows"),
+        ({"next_norm": norms.NextNorm(nan(32), 0.0, nan(2, 3), nan(2, 32))}, "squares must have"),
         ({"next_norm": norms.NextNorm(nan(31), 0.0, nan(2, 2), nan(2, 32))}, "as many weights"),
-        ({"next_norm": norms.NextNorm(nan(32), 0.0, nan(2, 2), nan(2, 31))}, "scaled must be"),
-        ({"norm": norms.Norm(1e-5, nan(2, 2))}, "squares of 2 rows"),
+        ({"next_norm": norms.NextNorm(nan(32), 0.0, nan(2, 2), nan(2, 31))}, "scaled must have"),
+        ({"norm": norms.Norm(1e-5, nan(2, 2))}, "squares must have"),
         (
             {
                 "next_norm": norms.NextNorm(nan(32), 0.0, nan(2, 2), nan(2, 32)),
@@ -364,7 +364,7 @@ def test_linear_refuses_tensors_that_do_not_fit(change: dict[str, Any], message:
         ({"keys": nan(4, 32, 1, 64)}, "keys must be"),
         ({"values": nan(4, 64, 1, 64, dtype=HALF)}, "values are"),
         ({"weight": nan(100, 80), "bias": None}, "not heads of 64"),
-        ({"q_out": nan(3, 64)}, "q_out must be"),
+        ({"q_out": nan(3, 64)}, "q_out must have"),
     ],
 )
 def test_qkv_linear_refuses_tensors_that_do_not_fit(change: dict[str, Any], message: str) -> None:

@@ -221,7 +221,7 @@ def test_a_unit_without_prefix_programs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(3, 32, dtype=HALF)}, "rows"),
+        ({"q": torch.zeros(3, 32, dtype=HALF)}, "q must have shape"),
         ({"q": torch.zeros(4, 40, dtype=HALF)}, "q must be"),
         ({"q": torch.zeros(4, 32)}, "share one of"),
         ({"keys": torch.zeros(9, 32, 1, 16, dtype=HALF)}, "keys must be"),
@@ -229,7 +229,7 @@ def test_a_unit_without_prefix_programs_is_refused() -> None:
         ({"paths": torch.zeros(1, 4, 65, dtype=torch.int32)}, "paths must be"),
         ({"paths": torch.zeros(1, 4, 2)}, "int32"),
         ({"lengths": torch.zeros(1, dtype=torch.int64)}, "lengths must be"),
-        ({"page_table": torch.zeros(2, 5, dtype=torch.int32)}, "page_table must be"),
+        ({"page_table": torch.zeros(2, 5, dtype=torch.int32)}, "page_table must have shape"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
@@ -246,5 +246,5 @@ def test_options_and_workspaces_that_do_not_fit_are_refused() -> None:
     tensors = (launch.q, launch.keys, launch.values, launch.page_table, launch.lengths, launch.paths, launch.depths)
     workspace, counters = torch.zeros(op.workspace_size(1, 4, 2, 16, 1)), torch.zeros(5, dtype=torch.int32)
     for too_small in ((workspace[1:], counters), (workspace, counters[1:])):
-        with pytest.raises(ValueError, match="must hold"):
+        with pytest.raises(ValueError, match="must have shape"):
             op.tree_attention(*tensors, torch.empty_like(launch.q), *too_small, ranges=1, window=None, scale=0.25)
