@@ -16,13 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.norm import (
-    check_weight,
-    columns_per_square,
-    rms_factor,
-    rms_norm_reference,
-    squares_per_row,
-)
+from selfspec.kernels.norm import check_weight, columns_per_square, rms_factor, rms_norm_reference, squares_per_row
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 

@@ -10,12 +10,7 @@ from __future__ import annotations
 import torch
 
 from selfspec.kernels.constants import ACTIVATIONS
-from selfspec.kernels.gemm_common import (
-    TileConfig,
-    check_matmul,
-    matmul_reference,
-    norm_squares,
-)
+from selfspec.kernels.gemm_common import TileConfig, check_matmul, matmul_reference, norm_squares
 from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.norm import Norm
 from selfspec.kernels.pdl import release, wait

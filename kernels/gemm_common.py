@@ -20,14 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from selfspec.kernels.norm import (
-    Norm,
-    check_squares,
-    columns_per_square,
-    shrink,
-    squares_per_row,
-    tree_sum,
-)
+from selfspec.kernels.norm import Norm, check_squares, columns_per_square, shrink, squares_per_row, tree_sum
 from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.triton_compat import jit, pdl_options, shared_bytes, tl, triton
 

@@ -30,14 +30,7 @@ from selfspec.models.pretrained import load_pretrained
 from selfspec.models.row_times import time_rows
 from selfspec.profiles.profile import Profile
 from selfspec.profiles.router import embed_prompts
-from selfspec.request import (
-    PlanLike,
-    SpeculationRequest,
-    check_rules,
-    read_input_ids,
-    read_prompts,
-    refuse_unknown,
-)
+from selfspec.request import PlanLike, SpeculationRequest, check_rules, read_input_ids, read_prompts, refuse_unknown
 from selfspec.request_builder import RequestBuilder
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, output_of, to_tensor
 from selfspec.scheduler import MAX_DECODING, Scheduler

@@ -20,14 +20,7 @@ from transformers import GenerationConfig
 
 from selfspec.backends.torch_backend import PREFILL_CHUNK
 from selfspec.cache.kv_cache import Cache, page_nbytes
-from selfspec.cache.size import (
-    SHARE,
-    USUAL_BATCH,
-    cache_pages,
-    check_gigabytes,
-    check_limits,
-    longest_sequence,
-)
+from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, check_gigabytes, check_limits, longest_sequence
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import BATCHES, Rules
 from selfspec.logprobs import logprobs_nbytes

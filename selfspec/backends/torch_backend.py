@@ -25,15 +25,7 @@ from selfspec.history import StepRecord
 from selfspec.kernels.copy_draft import copy_reference
 from selfspec.logprobs import TokenLogprob, pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
-from selfspec.sampling import (
-    CHILDREN,
-    CHOICE,
-    NoiseKey,
-    perturbed,
-    process_logits,
-    ranked,
-    warp_logits,
-)
+from selfspec.sampling import CHILDREN, CHOICE, NoiseKey, perturbed, process_logits, ranked, warp_logits
 from selfspec.sequence import Sequence
 from selfspec.speculation import exit_scoring
 from selfspec.speculation.draft_tree import BeamTree, Draft, Shape

@@ -22,16 +22,7 @@ from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE
 from selfspec.models.decoder import Decoder
-from selfspec.profiles.profile import (
-    Device,
-    DomainChoice,
-    ExitRates,
-    Expected,
-    PlanChoice,
-    Profile,
-    Run,
-    Spread,
-)
+from selfspec.profiles.profile import Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
 from selfspec.profiles.router import Router, distances, normalised, prompt_embeddings
 
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch

@@ -19,14 +19,7 @@ from selfspec.models.decoder import Decoder
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.gguf.native import load_native
 from selfspec.models.gguf.tokenizer import build_tokenizer
-from selfspec.models.loading import (
-    check_quantize,
-    load_folder,
-    pick_dtype,
-    resolve,
-    resolve_gguf,
-    unread_checkpoint,
-)
+from selfspec.models.loading import check_quantize, load_folder, pick_dtype, resolve, resolve_gguf, unread_checkpoint
 from selfspec.models.quantized.folder import BITS
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
