@@ -20,12 +20,7 @@ from selfspec.kernels.triton_compat import jit, tl
 
 
 def gated_linear_reference(
-    x: torch.Tensor,
-    weight: Weight,
-    *,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    activation: str,
+    x: torch.Tensor, weight: Weight, *, bias: torch.Tensor | None = None, norm: Norm | None = None, activation: str
 ) -> torch.Tensor:
     """act(gate) * up, [R, I], of x [R, K] and weight [2I, K]."""
     gate, up = matmul_reference(x, weight, bias, norm).to(x.dtype).chunk(2, dim=-1)

@@ -112,11 +112,7 @@ def apply_norm_reference(
 
 
 def rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """residual + norm(x) of rows [R, K], rounded once; without a weight the norm is not scaled."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -131,11 +131,7 @@ def _plan_choice(candidate: Candidate) -> PlanChoice:
 
 
 def _exit_rates(
-    setup: Setup,
-    trained: Trained,
-    measured: list[Measurement],
-    paths: Measured,
-    costs: dict[tuple[int, int], StepCost],
+    setup: Setup, trained: Trained, measured: list[Measurement], paths: Measured, costs: dict[tuple[int, int], StepCost]
 ) -> dict[int, ExitRates]:
     """Greedy figures of every exit with the largest head, by layer."""
     rates = {}

@@ -184,12 +184,7 @@ def unread_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str 
 
 
 def _load_group(
-    name: str,
-    parts: tuple[Part, ...],
-    shards: Shards,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str | None,
+    name: str, parts: tuple[Part, ...], shards: Shards, device: torch.device, dtype: torch.dtype, quantize: str | None
 ) -> Weight:
     """Loads one tensor of the decoder."""
     if quantize is None:

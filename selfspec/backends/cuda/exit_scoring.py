@@ -110,12 +110,7 @@ class ExitScoresInFlight:
         self._in_flight: list[_ScoringPass] = []
 
     def send(
-        self,
-        fill: ExitFill,
-        sequences: list[Sequence],
-        slots: list[int],
-        counts: list[int],
-        unread: list[Sequence],
+        self, fill: ExitFill, sequences: list[Sequence], slots: list[int], counts: list[int], unread: list[Sequence]
     ) -> None:
         """Launches the copy of a pass's report to the host. `counts`: numbers of the sequences' unfilled positions.
         `unread`: the sequences of a plain step that was launched before the pass and has not been read."""
