@@ -97,23 +97,14 @@ def _ordered(v, B: tl.constexpr, ROWS: tl.constexpr):
 def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
     """Reorders x [4, 8, B, BM / 8, 4 words or 8 numbers] to [B, 32, BM], with the columns in the order of `operand`."""
     if v.dtype == tl.int32:
+        PTX: tl.constexpr = "mov.b32 $0, $2; mov.b32 $1, $3;"
         if tl.bfloat16 == DTYPE:
             first, second = tl.inline_asm_elementwise(
-                "mov.b32 $0, $2; mov.b32 $1, $3;",
-                "=r,=r,r,r",
-                [v],
-                dtype=(tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
+                PTX, "=r,=r,r,r", [v], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
             )
         else:
             first, second = tl.inline_asm_elementwise(
-                "mov.b32 $0, $2; mov.b32 $1, $3;",
-                "=r,=r,r,r",
-                [v],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
+                PTX, "=r,=r,r,r", [v], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
             )
         v = tl.trans(tl.reshape(tl.join(first, second), (4, 8, B, BM // 8, 2, 2, 2)), 0, 1, 2, 3, 4, 6, 5)
     v = tl.reshape(v, (4, 8, B, BM // 8, 2, 2, 2))  # [..., word, pair, column]
