@@ -1,17 +1,6 @@
 """Quantizes 16-bit weights by rounding to the nearest integer, with the scale of least squared error for each group.
 
-8 bits are symmetric; 4 bits have a zero point per group. Root of the mean squared error over that of the weights, for
-25 matrices of the demo model (whose own weights were expanded from Q4_1) and for the matrices of its exit, which were
-never quantized. Only those with 1536 or 1152 columns have groups of 128.
-
-| error | group 32 | group 64 | group 128 | whole rows |
-|---|---|---|---|---|
-| demo, 4 bits with zero point | 7.24% | 8.71% | 9.85% | 11.68% |
-| demo, 4 bits symmetric | 7.94% | 9.21% | 10.22% | 11.75% |
-| exit, 4 bits with zero point | 7.81% | 8.86% | 9.80% | 11.25% |
-| exit, 4 bits symmetric | 8.33% | 9.26% | 10.17% | 11.37% |
-| demo, 8 bits | 0.50% | 0.59% | 0.67% | 0.88% |
-| exit, 8 bits | 0.52% | 0.60% | 0.67% | 0.86% |
+8 bits are symmetric; 4 bits have a zero point per group. docs/lab-notes.md has the errors by group size.
 """
 
 from __future__ import annotations
