@@ -232,7 +232,7 @@ class Bench:
         """Decodes a batch in one mode; raises RuntimeError if a forced text was not written."""
         task = Task(new_tokens or prompts.new_tokens, prompts.temperature)
         new_request = partial(self._request, mode, prompts, batch, task)
-        call = run_request(self.engine.scheduler, new_request, lambda: self.engine._metrics.seconds)
+        call = run_request(self.engine.scheduler, new_request, lambda: self.engine.metrics().seconds)
         pairs = zip(batch.prompts, call.tokens, strict=True)
         if prompts.forced is not None and not all(prompts.forced.is_written(*pair) for pair in pairs):
             raise RuntimeError(f"{mode.name} wrote other texts than {prompts.name} forces: its times are invalid")

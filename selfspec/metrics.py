@@ -201,12 +201,6 @@ class Metrics:
         with self._lock:
             self._changes[reason] += 1
 
-    @property
-    def seconds(self) -> float:
-        """`Summary.seconds`, without the cost of a summary."""
-        with self._lock:
-            return sum(self._seconds.values())
-
     def summary(self) -> Summary:
         with self._lock:
             recent = list(self._recent)
