@@ -223,9 +223,9 @@ class Governed:
         scores_prompts = agreement is not None and len(running.texts) <= self.timing.rules.max_tree_batch
         if scores_prompts:
             self._charge_score()
-        plan = self._launch(NONE)
+        plan = self._launch()
         while running.active:
-            following = self._launch(plan)
+            following = self._launch()
             count = len(running.active)
             seconds, outcomes = self.timing.seconds(count, plan), running.step(plan)
             if not self.plans and scores_prompts and agreement is not None:  # scores come with the first step's tokens
@@ -247,11 +247,11 @@ class Governed:
             plan = following
         return self.total
 
-    def _launch(self, in_use: Plan) -> Plan:
+    def _launch(self) -> Plan:
         active, slots = self.running.active, 1 << (len(self.running.active) - 1).bit_length()
         self._score(active)
         skills, needed = [self.skills[number] for number in active], partial(self.captures.needed, slots)
-        plan = self.governor.choose(skills, len(active), _CONTEXT, in_use, needed)[0]
+        plan = self.governor.choose(skills, len(active), _CONTEXT, needed)[0]
         self.governor.charge_step(plan, len(active), _CONTEXT)
         self.total += needed(plan)
         self.captures.steps.add((slots, plan))

@@ -17,7 +17,7 @@ from selfspec.batch_scoring import BatchScoring, is_unrouted
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.drafters import Drafters
 from selfspec.governor.acceptance import Skill
-from selfspec.governor.governor import MEASURING, Governor
+from selfspec.governor.governor import Governor
 from selfspec.governor.rules import Policy
 from selfspec.history import StepRecord
 from selfspec.metrics import Metrics
@@ -43,7 +43,6 @@ class Batch:
         self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
         self._last_read_plan: Plan | None = None  # plan of the newest step that was read
         self._capture_seconds: dict[Plan, float] = {}  # of candidates, for the present members
-        self._in_use = NONE  # plan of the newest launched step whose reason was not MEASURING
 
     # Membership
 
@@ -68,7 +67,7 @@ class Batch:
         """Reads the step in flight of a batch whose sequences have all left, and drops what refers to them."""
         self.drain()
         self.scoring.reset()
-        self._last_read_plan, self._in_use = None, NONE
+        self._last_read_plan = None
 
     def _update(self, joined: bool) -> None:
         """Applies the rules after sequences joined, left or were routed; finds the batch's exit, costs and governor."""
@@ -181,8 +180,6 @@ class Batch:
         step.reasons = {
             sequence: rule for sequence, rule in zip(self.running, self._reasons, strict=True) if rule is not None
         }
-        if reason != MEASURING:
-            self._in_use = chosen
         step.governor, step.costs = self.governor, self._costs
         if self.governor is not None:
             step.charge = self.governor.charge_step(plan, len(self.running), self._context)
@@ -217,7 +214,7 @@ class Batch:
             assert self.governor is not None
             skills = [sequence.skill for sequence in self.running if sequence.drafts]
             size, context = len(self.running), self._context
-            plan, reason = self.governor.choose(skills, size, context, self._in_use, self._capture_s)
+            plan, reason = self.governor.choose(skills, size, context, self._capture_s)
         return self._bounded(plan), reason
 
     def _capture_s(self, plan: Plan) -> float:

@@ -42,7 +42,7 @@ from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.test_exit import Trained
 
-RESTLESS = Rules(start_gain=0.0, max_step=inf, score_every=3, budget=50, budget_refill=1)
+RESTLESS = Rules(max_step=inf, budget=50, budget_refill=1)
 RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
 PROMPTS = [random_prompt(length) for length in (9, 3, 20, 9, 5)]
 
@@ -97,13 +97,13 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int = 40, **kwarg
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 5),
     sample=st.booleans(),
-    every=st.sampled_from([0, 3, 16]),
+    refill=st.sampled_from([0.0, 0.05, 1.0]),
 )
-def test_no_decision_changes_a_token(family: str, folder: Path, seed: int, rows: int, sample: bool, every: int) -> None:
+def test_no_decision_changes_a_token(family: str, folder: Path, seed: int, rows: int, sample: bool, refill: float) -> None:
     engine = engine_of(family, folder / family, prompt_agreement=Spread(mean=0.5, deviation=0.1))
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": seed} if sample else {}
     plain = generate(engine, PROMPTS[:rows], speculative_decoding=False, **sampling)
-    rules = replace(RESTLESS, score_every=every)
+    rules = replace(RESTLESS, budget_refill=refill)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "time", RandomClock(seed))
         out = generate(engine, PROMPTS[:rows], rules=rules, **sampling)
@@ -202,7 +202,7 @@ def test_what_is_expected_follows_the_temperature(folder: Path, temperature: flo
 
 
 def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:
-    rules = Rules(score_every=7, max_tree_batch=1, max_step=5.0)
+    rules = Rules(budget=7, max_tree_batch=1, max_step=5.0)
     governor = joined(engine_of("llama", folder / "ruled"), rules=rules).governor
     assert governor is not None
     assert governor.rules == rules
@@ -525,19 +525,3 @@ def test_an_exit_whose_kv_must_be_filled_is_scored_if_a_score_is_due_within_a_st
     scoring.unfilled, scoring._unscored = 16, unscored
     scoring.score_exit([], exit, governor, None)
     assert filled == [is_scored]
-
-
-def test_a_launch_that_fails_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next plan would not need the gain with which drafting starts."""
-    scheduler, _ = idle_scheduler(IdleBackend(0.6), Costs(), new_tokens=400)
-    scheduler.step()
-    batch = next(iter(scheduler.batches.values()))
-
-    def fail(*_: Any) -> Step:
-        raise CacheFull("full")
-
-    monkeypatch.setattr(batch, "_choose_plan", lambda: (Plan.parse("chain:2"), None))
-    monkeypatch.setattr(batch.backend, "launch", fail)
-    with pytest.raises(CacheFull):
-        batch.launch()
-    assert batch._in_use == NONE

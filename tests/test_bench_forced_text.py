@@ -42,7 +42,7 @@ END = 2  # a token
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FOREIGN = [90, 20, 70]
 NEW_TOKENS = 6
-RULES = Rules(score_every=4, max_step=inf, budget_refill=1.0)
+RULES = Rules(max_step=inf, budget_refill=1.0)
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]]}
 
 

@@ -42,7 +42,7 @@ from tests.tiny import tiny_model
 
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]], "1": [[0.4, 0.2, 0.1]]}
 PLAIN_STEP = StepRecord.of(NONE, NONE, None)
-CHEAP = Rules(budget=1000.0, start_gain=0.0, max_step=inf)
+CHEAP = Rules(budget=1000.0, max_step=inf)
 
 
 @cache

@@ -553,7 +553,7 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
     }  # fmt: skip
     exit = random_exit(model, LAYER, scale=0.01)
     profile = profile_of(model, domains, router_layer=1).save(tmp_path, [exit])
-    rules = Rules(start_gain=0.0, max_step=math.inf, score_every=3, budget=50, budget_refill=1)
+    rules = Rules(max_step=math.inf, budget=50, budget_refill=1)
     engine = Engine(model, profile=profile, rules=rules, max_batch=SLOTS, kernels=True)
     graphs = engine._graphs
     assert graphs is not None

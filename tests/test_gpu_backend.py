@@ -260,7 +260,7 @@ def test_routed_and_governed_requests_get_the_tokens_of_plain_decoding(
     ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
     options: dict[str, Any] = {"max_new_tokens": 120, "pad_token_id": 0, "return_dict_in_generate": True, **settings}
     plain = engine.generate(ids, speculative_decoding=False, **options)
-    rules = Rules(start_gain=0.0, max_step=math.inf, score_every=3, budget=50, budget_refill=1)
+    rules = Rules(max_step=math.inf, budget=50, budget_refill=1)
     drafted = engine.generate(ids, rules=rules, **options)
     assert torch.equal(drafted.sequences, plain.sequences)
     assert any(stats.drafted for stats in drafted.stats)

@@ -52,19 +52,18 @@ class Governor:
         skills: Sequence[Skill],
         batch: int,
         context: int,
-        in_use: Plan,
         capture_s: Callable[[Plan], float],
     ) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
-        draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step that was not
-        measuring; `capture_s` gives the seconds that capturing a plan's step takes first, 0 once it is captured."""
+        draft, of `batch` in all; the longest has `context` tokens; `capture_s` gives the seconds that capturing a plan's
+        step takes first, 0 once it is captured."""
         bucket = self.costs.bucket(batch, context)
         if bucket.plain is None:
             return NONE, MEASURING
         table = self.candidates.table(batch)
         speeds = self._speeds(skills, batch, table, bucket)
-        needed, numbers = 1.0 if len(in_use) else 1 + self.rules.start_gain, list(range(len(speeds)))
-        if not len(in_use) and self.budget.is_full and max(speeds, default=0.0) <= needed:
+        needed, numbers = 1.0, list(range(len(speeds)))
+        if self.budget.is_full and max(speeds, default=0.0) <= needed:
             # A probe. Copied nodes alone would not tell whether the exit's are accepted again.
             needed, numbers = 0.0, [number for number in numbers if table.plans[number].uses_exit]
         best = max(numbers, key=speeds.__getitem__, default=None)
@@ -153,11 +152,11 @@ class Governor:
     @property
     def score_interval(self) -> float:
         """Plain steps between exit scores. Scores use at most half of the refills; the rest is for probes."""
-        return max(self.rules.score_every, 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9))
+        return 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9)
 
     @property
     def may_score(self) -> bool:
-        return self.rules.score_every > 0 and self.candidates.score_cost <= self.budget.left
+        return self.candidates.score_cost <= self.budget.left
 
     def charge_score(self) -> None:
         self.budget.charge(self.candidates.score_cost)

@@ -33,8 +33,6 @@ class Rules:
     unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one
     max_distance: float = 3.0  # standard deviations: a prompt farther from every domain than this is an unfamiliar one
     max_step: float | None = None  # plain steps that a candidate may take; None: by device, see `for_device`
-    start_gain: float = 0.05  # expected gain over plain decoding at which drafting begins
-    score_every: int = 16  # plain steps after which the exit is scored; 0: never
     budget: float = 4.0  # plain steps that drafting and scoring may lose
     budget_refill: float = 0.01  # plain steps that each plain step adds to the budget, up to its capacity
 
