@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from heapq import nsmallest
 from itertools import product
 from math import inf
 
@@ -58,17 +59,16 @@ class SharedPlans:
         """The fastest plan for each skill; smaller plans, for devices on which large ones are slower than modelled: all
         shorter chains, or two small trees; without `chains` also trees with copied nodes; and copied nodes alone.
         Smallest first. `size` is one of the batch sizes that have a cost model."""
-        if self._max_step < 1:
-            return ()
-        plans: set[Plan] = set()
+        cost, width = self._costs[size], 1 if chains else self._widest
+        small = {NONE.with_copy(count) for count in _ONLY_COPIES}
         if self._acceptance is not None:
-            texts, width = (_TEXTS, 1) if chains else (_TEXTS + _COPYING, self._widest)
+            small |= {Plan.tree((1,)), Plan.tree((min(4, width),))}
+        plans = {plan for plan in small if cost(plan.without_copy.depth, len(plan)) <= self._max_step}
+        if self._acceptance is not None:
+            texts = _TEXTS if chains else _TEXTS + _COPYING
             plans |= {self._fastest(skill, share, width, size) for skill, share in texts}
-            plans |= {Plan.tree((1,)), Plan.tree((min(4, width),))}
         if chains:
-            plans |= {plan.truncated(depth) for plan in plans for depth in range(1, plan.depth)}
-        cost = self._costs[size]
-        plans |= {NONE.with_copy(count) for count in _ONLY_COPIES if cost(0, count) <= self._max_step}
+            plans |= {plan.truncated(depth) for plan in plans if plan.uses_exit for depth in range(1, plan.depth)}
         return tuple(sorted(plans - {NONE}, key=lambda plan: (len(plan), str(plan))))
 
     def for_batch(self, batch: int) -> tuple[Plan, ...]:
@@ -157,12 +157,11 @@ def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:
     level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # chance negated, depth, path; first the root
     found = level[1:]
     for by_rank in chances:
-        ranks = sorted(range(len(by_rank)), key=by_rank.__getitem__, reverse=True)
-        # With the n-th best parent, the k-th best rank comes after n * k - 1 other nodes.
-        level = sorted(
-            (negated * by_rank[rank], depth + 1, (*path, rank))
-            for place, (negated, depth, path) in enumerate(level, start=1)
-            for rank in ranks[: MAX_NODES // place]
-        )[:MAX_NODES]
+        children = (
+            (negated * chance, depth + 1, (*path, rank))
+            for negated, depth, path in level
+            for rank, chance in enumerate(by_rank)
+        )
+        level = nsmallest(MAX_NODES, children)
         found += level
     return [(-negated, path) for negated, _, path in sorted(found) if negated]

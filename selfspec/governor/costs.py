@@ -124,6 +124,8 @@ class CostBucket:
     correction: Average  # of measured over modelled cost, of all plans that draft, in all buckets
     times: dict[Plan, StepTime] = field(default_factory=dict)
     steps: int = 0  # that were observed in this bucket
+    # Seconds that plans whose steps are not captured would have saved, see `Governor`.
+    savings: dict[Plan, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def plain(self) -> float | None:
@@ -160,16 +162,7 @@ class Costs:
     def __init__(self) -> None:
         self.correction = Average(1.0)  # see `CostBucket`
         self._buckets: dict[tuple[int, int], CostBucket] = defaultdict(partial(CostBucket, self.correction))
-        self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `pays_capture`
 
     def bucket(self, batch: int, context: int) -> CostBucket:
         """The bucket of a batch size, up to the next power of two, and of the longest sequence's tokens, `context`."""
         return self._buckets[(batch - 1).bit_length(), (((context - 1) >> _SHORT_BITS).bit_length() + 1) // 2]
-
-    def pays_capture(self, batch: int, plan: Plan, saved: float, capture: float) -> bool:
-        """Adds the seconds that one step would have saved with this plan, whose step is not captured. Returns whether
-        the sum pays for the seconds of its capture; then the sum begins anew."""
-        key = (batch - 1).bit_length(), plan
-        total = self._savings.get(key, 0.0) + saved
-        self._savings[key] = 0.0 if total >= capture else total
-        return total >= capture

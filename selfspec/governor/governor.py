@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from selfspec.governor.acceptance import Skill
-from selfspec.governor.candidates import PlanCandidates, PlanTable
+from selfspec.governor.candidates import PlanCandidates
 from selfspec.governor.costs import CostBucket, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
@@ -45,14 +45,9 @@ class Governor:
 
     def __init__(self, candidates: PlanCandidates, costs: Costs, rules: Rules, budget: Budget) -> None:
         self.candidates, self.costs, self.rules, self.budget = candidates, costs, rules, budget
-        self._lengths: tuple[tuple, list[float]] = ((), [])  # the newest mean lengths, and what they were computed for
 
     def choose(
-        self,
-        skills: Sequence[Skill],
-        batch: int,
-        context: int,
-        capture_s: Callable[[Plan], float],
+        self, skills: Sequence[Skill], batch: int, context: int, capture_s: Callable[[Plan], float]
     ) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
         draft, of `batch` in all; the longest has `context` tokens; `capture_s` gives the seconds that capturing a plan's
@@ -60,58 +55,45 @@ class Governor:
         bucket = self.costs.bucket(batch, context)
         if bucket.plain is None:
             return NONE, MEASURING
-        table = self.candidates.table(batch)
-        speeds = self._speeds(skills, batch, table, bucket)
-        needed, numbers = 1.0, list(range(len(speeds)))
-        if self.budget.is_full and max(speeds, default=0.0) <= needed:
+        speeds = self._speeds(skills, batch, bucket)
+        if self.budget.is_full and max(speeds, key=speeds.__getitem__) == NONE:
             # A probe. Copied nodes alone would not tell whether the exit's are accepted again.
-            needed, numbers = 0.0, [number for number in numbers if table.plans[number].uses_exit]
-        best = max(numbers, key=speeds.__getitem__, default=None)
-        if best is not None and speeds[best] > needed:
-            best = self._until_captured(best, numbers, speeds, table.plans, batch, bucket, capture_s)
-            if speeds[best] > needed:
-                return table.plans[best], None
+            speeds = {plan: speed for plan, speed in speeds.items() if plan.uses_exit and speed} or speeds
+        best = self._until_captured(speeds, bucket, capture_s)
+        if best != NONE:
+            return best, None
         if self.candidates.acceptance is None:
             return NONE, NO_PROFILE
         return NONE, "ood" if all(skill.is_ood for skill in skills) else "goodput"
 
-    def _until_captured(
-        self,
-        best: int,
-        numbers: Sequence[int],
-        speeds: Sequence[float],
-        plans: Sequence[Plan],
-        batch: int,
-        bucket: CostBucket,
-        capture_s: Callable[[Plan], float],
-    ) -> int:
-        """The fastest of the plans with these numbers, `best`, if its step is captured, or if no plan's is for this
-        batch. Else the fastest captured one, until `best` would have saved the time that its capture takes."""
-        seconds = capture_s(plans[best])
-        captured = [number for number in numbers if not capture_s(plans[number])] if seconds else []
+    @staticmethod
+    def _until_captured(speeds: dict[Plan, float], bucket: CostBucket, capture_s: Callable[[Plan], float]) -> Plan:
+        """The fastest plan if its step is captured, or if no plan's is for this batch. Else the fastest of `none` and
+        the captured ones, until the fastest plan would have saved the time that its capture takes."""
+        best = max(speeds, key=speeds.__getitem__)
+        seconds = capture_s(best) if len(best) else 0.0
+        captured = [plan for plan in speeds if len(plan) and not capture_s(plan)] if seconds else []
         if not captured:
             return best
-        fastest = max(captured, key=speeds.__getitem__)
+        fastest = max((plan for plan in speeds if plan == NONE or plan in captured), key=speeds.__getitem__)
         assert bucket.plain is not None
-        saved = bucket.plain * (1 - max(1.0, speeds[fastest]) / max(1.0, speeds[best]))
-        return best if self.costs.pays_capture(batch, plans[best], saved, seconds) else fastest
+        bucket.savings[best] += bucket.plain * (1 - max(1.0, speeds[fastest]) / max(1.0, speeds[best]))
+        if bucket.savings[best] < seconds:
+            return fastest
+        bucket.savings[best] = 0.0
+        return best
 
-    def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
-        """Speed of each plan relative to plain decoding; 0 if its step may lose more than the budget has left."""
-        most = 1 + self.budget.left
-        costs = [bucket.cost(plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
-        lengths = self._mean_lengths(skills, batch, table)
-        return [length / steps if steps <= most else 0.0 for length, steps in zip(lengths, costs, strict=True)]
-
-    def _mean_lengths(self, skills: Sequence[Skill], batch: int, table: PlanTable) -> list[float]:
-        """Expected accepted length of each plan, as the harmonic mean over the batch; sequences that may not draft
-        count 1. Computed again only when the level of a skill has changed."""
+    def _speeds(self, skills: Sequence[Skill], batch: int, bucket: CostBucket) -> dict[Plan, float]:
+        """Speeds of plain decoding, 1, and of each plan relative to it; 0 if its step may lose more than the budget has
+        left. The expected length is the harmonic mean over the batch; sequences that may not draft count 1."""
+        table, most = self.candidates.table(batch), 1 + self.budget.left
         levels, copying = [skill.level for skill in skills], [skill.copying_level for skill in skills]
-        key = table, batch, levels, copying
-        if key != self._lengths[0]:
-            inverses = (1 / table.lengths[levels, copying]).sum(0)
-            self._lengths = key, (batch / (inverses + (batch - len(levels)))).tolist()
-        return self._lengths[1]
+        inverses = (1 / table.lengths[levels, copying]).sum(0) + (batch - len(skills))
+        speeds = {NONE: 1.0}
+        for plan, modelled, inverse in zip(table.plans, table.costs, inverses.tolist(), strict=True):
+            steps = bucket.cost(plan, modelled)
+            speeds[plan] = batch / inverse / steps if steps <= most else 0.0
+        return speeds
 
     def charge_step(self, plan: Plan, batch: int, context: int) -> float:
         """Charges a launched step's loss if no draft is accepted, and returns it in plain steps."""
