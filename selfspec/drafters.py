@@ -6,7 +6,7 @@ An engine keeps one `Drafters`; its requests share exits and plan candidates, wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import product
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from selfspec.governor.acceptance import Acceptance, mean_shares
-from selfspec.governor.candidates import PlanCandidates, SharedPlans, widest_rank
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import (
     CostModel,
     Costs,
@@ -107,7 +107,7 @@ class Drafters:
             if policy.only_copies:
                 return Drafter(None, candidates=self.copying_candidates(policy.rules))
             exit = None if layer is None else self.exit(layer)
-            return self._checked(Drafter(exit), widest_rank(policy.possible_plans))
+            return self._checked(Drafter(exit), policy.possible_plans)
         if request.domain != "auto" or not self.profile.routes:
             domain = request.domain if request.domain != "auto" else self.profile.route(None)
             return self._drafter_of_domain(domain, policy, layer)
@@ -150,18 +150,19 @@ class Drafters:
                 policy.plans = self.plans(choice, policy)
                 if policy.permanent_reason:
                     return None
-        widest = widest_rank(policy.possible_plans) if candidates is None else candidates.widest_rank
+        plans = policy.possible_plans if candidates is None else candidates.plans
         calibrated = choice.prompt_agreement
         agreement = None if calibrated is None or candidates is None else calibrated.mean
         exit = self.exit(layer)
         rows = self.head_rows_of(domain) if exit.block is not None else None
-        return self._checked(Drafter(exit, rows, candidates, agreement), widest)
+        return self._checked(Drafter(exit, rows, candidates, agreement), plans)
 
     @staticmethod
-    def _checked(drafter: Drafter, widest: int) -> Drafter:
-        """Returns the drafter; raises ValueError if its exit offers no token of rank `widest`."""
+    def _checked(drafter: Drafter, plans: Iterable[Plan]) -> Drafter:
+        """Returns the drafter; raises ValueError if a plan asks for a token of a rank that its exit does not offer."""
         if drafter.exit is None:
             return drafter
+        widest = max((plan.widest_rank for plan in plans), default=0)
         offered = drafter.exit.vocabulary if drafter.head_rows is None else len(drafter.head_rows)
         if widest >= offered:
             raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {offered} tokens")

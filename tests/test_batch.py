@@ -99,7 +99,9 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int = 40, **kwarg
     sample=st.booleans(),
     refill=st.sampled_from([0.0, 0.05, 1.0]),
 )
-def test_no_decision_changes_a_token(family: str, folder: Path, seed: int, rows: int, sample: bool, refill: float) -> None:
+def test_no_decision_changes_a_token(
+    family: str, folder: Path, seed: int, rows: int, sample: bool, refill: float
+) -> None:
     engine = engine_of(family, folder / family, prompt_agreement=Spread(mean=0.5, deviation=0.1))
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": seed} if sample else {}
     plain = generate(engine, PROMPTS[:rows], speculative_decoding=False, **sampling)

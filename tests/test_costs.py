@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import MEMORY, Acceptance, Skill, mean_shares
-from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest, widest_rank
+from selfspec.governor.acceptance import Acceptance, Skill, mean_shares
+from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest
 from selfspec.governor.copying import REACH
 from selfspec.governor.costs import (
     FIRST_TIMES,
     FORGET_AFTER,
+    SAMPLES,
     Costs,
     StepCost,
     calibrated_cost,
@@ -69,15 +70,15 @@ def observe(costs: Costs, plan: Plan, *seconds: float, modelled: float = 1.5, ba
 def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> None:
     costs = Costs()
     assert costs.bucket(1, 9).plain is None and measured_cost(costs, CHAIN) == 1.5
-    observe(costs, NONE, 5.0, 3.0)
+    observe(costs, NONE, 50.0, 2.0)
     assert costs.bucket(1, 9).plain is None
-    observe(costs, NONE, 4.0)
-    assert costs.bucket(1, 9).plain == 3.0, "the fastest of the first ones: a step may stall, none is too fast"
+    observe(costs, NONE, 3.0)
+    assert costs.bucket(1, 9).plain == 3.0, "the median: a step may stall"
     assert measured_cost(costs, CHAIN) == 1.5
     observe(costs, CHAIN, 9.0)
     assert measured_cost(costs, CHAIN) == 3.0
-    observe(costs, CHAIN, 6.0, 9.0)
-    assert measured_cost(costs, CHAIN) == 2.0, "the first steps may have stalled"
+    observe(costs, CHAIN, 6.0)
+    assert measured_cost(costs, CHAIN) == 2.0, "the first step may have stalled"
 
 
 def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
@@ -114,21 +115,20 @@ def test_batches_and_lengths_share_buckets(one: tuple[int, int], other: tuple[in
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=FIRST_TIMES, max_size=60))
-def test_an_average_stays_within_its_samples_and_follows_the_newest(samples: list[float]) -> None:
+def test_a_median_stays_within_its_samples_and_follows_the_newest(samples: list[float]) -> None:
     costs = Costs()
     observe(costs, NONE, *samples)
     assert min(samples) - 1e-9 <= (costs.bucket(1, 9).plain or 0) <= max(samples) + 1e-9
-    observe(costs, NONE, *[1.0] * (6 * MEMORY))
+    observe(costs, NONE, *[1.0] * SAMPLES)
     assert costs.bucket(1, 9).plain == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
-def test_one_stall_hardly_changes_a_time(plan: Plan) -> None:
+def test_one_stall_changes_no_time(plan: Plan) -> None:
     early, late = Costs(), Costs()
     observe(early, plan, 1000.0, *[1.0] * (FIRST_TIMES - 1))
-    assert early.bucket(1, 9).times[plan].value == 1.0
-    observe(late, plan, *[1.0] * MEMORY, 1000.0)
-    assert late.bucket(1, 9).times[plan].value == pytest.approx(1 + 1 / MEMORY)
+    observe(late, plan, *[1.0] * SAMPLES, 1000.0)
+    assert early.bucket(1, 9).times(plan).value == late.bucket(1, 9).times(plan).value == 1.0
 
 
 @pytest.mark.parametrize("before", [0, 1, 60])
@@ -148,17 +148,17 @@ def test_times_that_rest_on_stalls_are_forgotten_once_the_plan_has_not_run_for_l
     observe(costs, plan, *[50.0] * 60)
     observe(costs, other, *[2.0] * (FORGET_AFTER - 1))
     bucket = costs.bucket(1, 9)
-    assert bucket.times[plan].value > 20 and bucket._remembered(plan) is not None
+    assert bucket.times(plan).value > 20
     observe(costs, other, 2.0)
-    assert bucket._remembered(plan) is None
+    assert not len(bucket.times(plan))
     observe(costs, plan, *[1.5] * FIRST_TIMES)
-    assert bucket.times[plan].value == 1.5
+    assert bucket.times(plan).value == 1.5
 
 
 def test_a_plan_that_has_become_slower_costs_more() -> None:
     costs = Costs()
     observe(costs, NONE, *[1.0] * FIRST_TIMES)
-    observe(costs, CHAIN, *[1.5] * MEMORY, *[3.0] * (6 * MEMORY))
+    observe(costs, CHAIN, *[1.5] * SAMPLES, *[3.0] * SAMPLES)
     assert measured_cost(costs, CHAIN) == pytest.approx(3.0, rel=0.01)
 
 
@@ -230,7 +230,7 @@ def test_a_table_has_the_modelled_costs_and_expected_lengths_of_its_plans() -> N
         assert table.costs[place] == found.cost(plan, 4)
         assert table.lengths[:, 0, place] == pytest.approx(found.acceptance.reach(plan.without_copy).sum(0))
     assert found.cost(NONE, 4) == 1.0
-    assert found.widest_rank >= widest_rank(table.plans)
+    assert found.plans >= set(table.plans)
 
 
 @pytest.mark.parametrize("max_step", [1.3, 1.67])

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from heapq import nsmallest
-from itertools import product
 from math import inf
 
 import numpy as np
@@ -20,10 +19,8 @@ from selfspec.governor.copying import MOST_COPIED, REACH
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
-# For each (skill, share of copying's hits) one tree is chosen: nine skills from 1/8 to 2 where nothing is copied, and
-# two shares at which the tree also copies.
-_TEXTS = tuple((2 ** (half / 2), 0.0) for half in range(-6, 3))
-_COPYING = ((0.7, 0.5), (0.7, 0.75))
+_SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # for each of them the fastest tree is a candidate
+_COPYING_SKILLS = (0.5, 1.0)  # the trees for these skills are candidates with copied nodes too
 _COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
 _ONLY_COPIES = (3, MOST_COPIED)  # copied nodes of plans without the exit: 3 where every row costs, as on a CPU
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
@@ -59,40 +56,37 @@ class SharedPlans:
         """The fastest plan for each skill; smaller plans, for devices on which large ones are slower than modelled: all
         shorter chains, or two small trees; without `chains` also trees with copied nodes; and copied nodes alone.
         Smallest first. `size` is one of the batch sizes that have a cost model."""
-        cost, width = self._costs[size], 1 if chains else self._widest
-        small = {NONE.with_copy(count) for count in _ONLY_COPIES}
+        plans = {NONE.with_copy(count) for count in _ONLY_COPIES}
         if self._acceptance is not None:
-            small |= {Plan.tree((1,)), Plan.tree((min(4, width),))}
-        plans = {plan for plan in small if cost(plan.without_copy.depth, len(plan)) <= self._max_step}
-        if self._acceptance is not None:
-            texts = _TEXTS if chains else _TEXTS + _COPYING
-            plans |= {self._fastest(skill, share, width, size) for skill, share in texts}
-        if chains:
-            plans |= {plan.truncated(depth) for plan in plans if plan.uses_exit for depth in range(1, plan.depth)}
-        return tuple(sorted(plans - {NONE}, key=lambda plan: (len(plan), str(plan))))
+            width = 1 if chains else self._widest
+            fastest = {skill: self._fastest(self._acceptance, skill, width, size) for skill in _SKILLS}
+            plans |= {*fastest.values(), Plan.tree((1,)), Plan.tree((min(4, width),))}
+            if chains:
+                plans |= {plan.truncated(depth) for plan in fastest.values() for depth in range(1, plan.depth)}
+            else:
+                trees = [tree for skill in _COPYING_SKILLS if len(tree := fastest[skill])]
+                plans |= {tree.with_copy(n) for tree in trees for n in _COPIES if len(tree) + n <= MAX_NODES}
+        cost = self._costs[size]
+        short = [plan for plan in plans if cost(plan.without_copy.depth, len(plan)) <= self._max_step]
+        return tuple(sorted(filter(len, short), key=lambda plan: (len(plan), str(plan))))
 
     def for_batch(self, batch: int) -> tuple[Plan, ...]:
         """The plans for the smallest batch size with a cost model that holds this batch."""
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
-    def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan:
+    def _fastest(self, acceptance: Acceptance, skill: float, width: int, size: int) -> Plan:
         """The fastest plan (expected accepted length over cost) among those that take at most `max_step` plain steps.
-        For each depth, adds nodes in the order of their chances. With a `share` of hits above 0 the plan has copied
-        nodes."""
-        assert self._acceptance is not None
-        level, best, copies, speed, cost = Skill(skill).level, list[Node](), 0, 1.0, self._costs[size]
-        chance_of, depths = self._acceptance.chance, range(DEEPEST_PLAN)
-        likely = likeliest([[chance_of(depth, rank, level) for rank in range(width)] for depth in depths])
-        for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
-            copied = share ** np.arange(1, count + 1)  # by depth: the chance that the copied node is accepted
-            nodes = [node for node in likely if len(node[1]) <= depth][: MAX_NODES - count]
-            length = 1.0 + float(copied.sum())
-            for taken, (chance, path) in enumerate(nodes, start=1):
-                length += chance * (1 - (float(copied[len(path) - 1]) if len(path) <= count else 0.0))
-                steps = cost(depth, taken + count)
+        For each depth, adds nodes in the order of their chances."""
+        level, best, speed, cost = Skill(skill).level, list[Node](), 1.0, self._costs[size]
+        chances = [[acceptance.chance(depth, rank, level) for rank in range(width)] for depth in range(DEEPEST_PLAN)]
+        likely = likeliest(chances)
+        for depth in range(1, DEEPEST_PLAN + 1):
+            nodes, length = [node for node in likely if len(node[1]) <= depth][:MAX_NODES], 1.0
+            for taken, (chance, _) in enumerate(nodes, start=1):
+                length, steps = length + chance, cost(depth, taken)
                 if steps <= self._max_step and length / steps > speed:
-                    best, copies, speed = nodes[:taken], count, length / steps
-        return Plan.from_paths(path for _, path in best).with_copy(copies)
+                    best, speed = nodes[:taken], length / steps
+        return Plan.from_paths(path for _, path in best)
 
 
 class PlanCandidates:
@@ -112,37 +106,27 @@ class PlanCandidates:
     def _table(self, batch: int) -> PlanTable:
         """The plans for a batch."""
         plans = self._shared.for_batch(batch)
-        lengths = np.array([_lengths(plan, self._reach(plan.without_copy)) for plan in plans])
+        lengths = np.array([self._lengths(plan) for plan in plans])
         costs = tuple(self._cost(plan, batch) for plan in plans)
         return PlanTable(plans, costs, np.moveaxis(lengths.reshape(-1, len(LEVELS), len(REACH)), 0, 2))
-
-    def _reach(self, plan: Plan) -> np.ndarray:
-        return np.ones((1, len(LEVELS))) if self.acceptance is None else self.acceptance.reach(plan)
 
     def _cost(self, plan: Plan, batch: int) -> float:
         """Plain steps that a step of any plan takes, by the cost model."""
         cost_model = self._costs[size_of(batch, self._costs)]
         return cost_model(plan.without_copy.depth, len(plan)) if len(plan) else 1.0
 
+    def _lengths(self, plan: Plan) -> np.ndarray:
+        """[levels of skill, levels of copying]: expected accepted lengths. A depth is reached by the exit's nodes or,
+        independently, by the copied ones."""
+        drafted, missed = plan.without_copy, np.ones((plan.copied, len(LEVELS)))
+        reach = np.ones((1, len(LEVELS))) if self.acceptance is None else self.acceptance.reach(drafted)
+        missed[: drafted.depth] -= reach[1 : plan.copied + 1]
+        return reach.sum(0)[:, None] + missed.T @ REACH[:, : plan.copied].T
+
     @cached_property
-    def widest_rank(self) -> int:
-        """`widest_rank` of the plans for every batch size."""
-        return widest_rank(plan for size in (1, *self._costs) for plan in self._shared.for_batch(size))
-
-
-def widest_rank(plans: Iterable[Plan]) -> int:
-    """The highest rank that these plans draft; 0 without nodes."""
-    return max((rank for plan in plans for rank in (*plan.ranks, *(width - 1 for width in plan.beam))), default=0)
-
-
-def _lengths(plan: Plan, reach: np.ndarray) -> np.ndarray:
-    """[levels of skill, levels of copying]: expected accepted lengths, where the exit's nodes reach each depth with the
-    chances `reach` [depth + 1, levels of skill]. A depth is reached by the exit's nodes or, independently, the copied
-    ones."""
-    missed = 1 - reach[1 : plan.copied + 1]
-    copied = np.ones((plan.copied, len(LEVELS)))
-    copied[: len(missed)] = missed
-    return reach.sum(0)[:, None] + copied.T @ REACH[:, : plan.copied].T
+    def plans(self) -> set[Plan]:
+        """The plans for every batch size."""
+        return {plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)}
 
 
 def size_of(batch: int, costs: Iterable[int]) -> int:

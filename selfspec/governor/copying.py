@@ -46,14 +46,13 @@ class Copying:
         `prompt_length` tokens, which are neither hits nor misses."""
         latest, followed, share = self._latest, self._followed, self.share
         if not self._count:
-            newest = prompt_length - 1
-            latest.update(zip(tokens[:newest], range(newest), strict=True))
-            followed, self._count = latest.get(tokens[newest], -2) + 1, prompt_length
-            latest[tokens[newest]] = newest
+            self._count = prompt_length - 1
+            latest.update(zip(tokens[: self._count], range(self._count), strict=True))
         for position in range(self._count, len(tokens)):
             token = tokens[position]
             is_hit = followed >= 0 and tokens[followed] == token
-            share += ((is_hit or position in self._forced) - share) / MEMORY
+            if position >= prompt_length:
+                share += ((is_hit or position in self._forced) - share) / MEMORY
             followed = followed + 1 if is_hit else latest.get(token, -2) + 1
             latest[token] = position
         self._count, self._followed, self.share = len(tokens), followed, share

@@ -5,19 +5,17 @@ An engine keeps one `Costs` per kind of batch for all its requests. `acceptance`
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import Annotated
 
 import numpy as np
 from pydantic import ConfigDict, Field, field_validator
 from pydantic import dataclasses as checked
 
-from selfspec.governor.acceptance import MEMORY
 from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 
 CostModel = Callable[[int, int], float]  # (depth, nodes) -> plain steps that a step of such a plan takes
@@ -25,9 +23,9 @@ RowCost = Callable[[int], float]  # (rows) -> time of a pass over these rows, in
 
 _ROW_COST = 0.008  # of each further row on a GPU, in passes over one row: most of a pass reads weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
-FIRST_TIMES = 3  # first times of a plan, of which the least counts; also the plain steps before drafting starts
+SAMPLES = 24  # newest times of a plan, whose median counts
+FIRST_TIMES = 3  # plain steps that are timed before drafting starts; times of a plan before it corrects others
 FORGET_AFTER = 512  # steps of a bucket: a plan that did not run meanwhile counts as not measured
-_OUTLIER = 2.0  # times the average: a longer sample counts as this long, so that one stall does not rule a plan out
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
@@ -89,78 +87,65 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
     return lambda depth, nodes: pass_cost(batch * (nodes + 1)) / pass_cost(batch) + depth * depth_cost
 
 
-@dataclass
-class Average:
-    """The mean of the first samples, then an exponential average."""
+class Median:
+    """The median of the newest SAMPLES samples, which single stalls do not change."""
 
-    value: float
-    samples: int = 0
+    def __init__(self, value: float) -> None:
+        self.value = value  # before the first sample
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
 
-    def add(self, sample: float) -> None:
-        self.samples += 1
-        self.value += (min(sample, _OUTLIER * self.value) - self.value) / min(self.samples, MEMORY)
-
-
-@dataclass
-class StepTime(Average):
-    """Seconds of a plan's steps in one bucket: the least of the first FIRST_TIMES, then the average."""
-
-    value: float = inf
-    newest: int = 0  # number of the bucket's step that was added last
+    def __len__(self) -> int:
+        return len(self._samples)
 
     def add(self, sample: float) -> None:
-        if self.samples >= FIRST_TIMES:
-            super().add(sample)
-        else:
-            self.samples, self.value = self.samples + 1, min(self.value, sample)
+        self._samples.append(sample)
+        self.value = median_low(self._samples)
 
 
-@dataclass
 class CostBucket:
     """Device times of the steps in one bucket of batch sizes and lengths. Those of a plan are forgotten once
     FORGET_AFTER steps have run without it: a plan that stalls made look slow is tried again, and plain steps are
     measured again."""
 
-    correction: Average  # of measured over modelled cost, of all plans that draft, in all buckets
-    times: dict[Plan, StepTime] = field(default_factory=dict)
-    steps: int = 0  # that were observed in this bucket
-    # Seconds that plans whose steps are not captured would have saved, see `Governor`.
-    savings: dict[Plan, float] = field(default_factory=lambda: defaultdict(float))
+    def __init__(self, correction: Median) -> None:
+        self.correction = correction  # of measured over modelled cost, of all plans that draft, in all buckets
+        self.savings: dict[Plan, float] = defaultdict(float)  # seconds, of plans not captured; see `Governor`
+        self._times: dict[Plan, tuple[Median, int]] = {}  # seconds of a plan's steps, and the number of the newest
+        self._steps = 0  # that were observed in this bucket
 
     @property
     def plain(self) -> float | None:
         """Seconds of a plain step; None while FIRST_TIMES of them are not measured."""
-        time = self._remembered(NONE)
-        return None if time is None or time.samples < FIRST_TIMES else time.value
+        times = self.times(NONE)
+        return times.value if len(times) >= FIRST_TIMES else None
+
+    def times(self, plan: Plan) -> Median:
+        """Seconds of the plan's steps, without samples if none of the last FORGET_AFTER steps had this plan."""
+        times, newest = self._times.get(plan, (None, 0))
+        return Median(inf) if times is None or self._steps - newest >= FORGET_AFTER else times
 
     def observe(self, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
-        time = self.times[plan] = self._remembered(plan) or StepTime()
-        time.add(max(seconds, 1e-9))  # timers can return 0
-        self.steps += 1
-        time.newest, plain = self.steps, self.plain
-        if len(plan) and plain is not None:
-            self.correction.add(time.value / plain / modelled)
+        times, plain = self.times(plan), self.plain
+        times.add(max(seconds, 1e-9))  # timers can return 0
+        self._steps += 1
+        self._times[plan] = times, self._steps
+        if len(plan) and plain is not None and len(times) >= FIRST_TIMES:
+            self.correction.add(times.value / plain / modelled)
 
     def cost(self, plan: Plan, modelled: float) -> float:
         """Cost of a plan in plain steps: measured if it has run and plain steps are measured in this bucket, else the
         modelled cost times the correction; at least 1."""
-        time, plain = self._remembered(plan), self.plain
-        if time is None or plain is None:
-            return max(1.0, self.correction.value * modelled)
-        return max(1.0, time.value / plain)
-
-    def _remembered(self, plan: Plan) -> StepTime | None:
-        """The plan's times; None if it has not run in the last FORGET_AFTER steps."""
-        time = self.times.get(plan)
-        return None if time is None or self.steps - time.newest >= FORGET_AFTER else time
+        times, plain = self.times(plan), self.plain
+        measured = times.value / plain if len(times) and plain is not None else self.correction.value * modelled
+        return max(1.0, measured)
 
 
 class Costs:
     """Measured costs of the steps of an engine, for batches of one kind."""
 
     def __init__(self) -> None:
-        self.correction = Average(1.0)  # see `CostBucket`
+        self.correction = Median(1.0)  # see `CostBucket`
         self._buckets: dict[tuple[int, int], CostBucket] = defaultdict(partial(CostBucket, self.correction))
 
     def bucket(self, batch: int, context: int) -> CostBucket:

@@ -50,8 +50,8 @@ class Governor:
         self, skills: Sequence[Skill], batch: int, context: int, capture_s: Callable[[Plan], float]
     ) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
-        draft, of `batch` in all; the longest has `context` tokens; `capture_s` gives the seconds that capturing a plan's
-        step takes first, 0 once it is captured."""
+        draft, of `batch` in all; the longest has `context` tokens; `capture_s` gives the seconds that capturing the
+        step of a plan takes, 0 once it is captured."""
         bucket = self.costs.bucket(batch, context)
         if bucket.plain is None:
             return NONE, MEASURING

@@ -278,6 +278,11 @@ class Plan:
         children = (child for node in level for child in self.children[node] if child > self.copied)
         return 1 + max((self.ranks[child - 1] for child in children), default=-1)
 
+    @cached_property
+    def widest_rank(self) -> int:
+        """The highest rank that the plan drafts; 0 without nodes of the exit's."""
+        return max((*self.ranks, *(width - 1 for width in self.beam)), default=0)
+
     @lru_cache(maxsize=256)  # noqa: B019 - plans are small and few, and truncated in every step
     def truncated(self, depth: int) -> Plan:
         """Returns this plan without the nodes deeper than `depth`."""
