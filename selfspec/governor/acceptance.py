@@ -17,7 +17,7 @@ import numpy as np
 
 from selfspec.speculation.plan import Plan
 
-MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
+MEMORY = 12  # tokens after which an observation counts 1/e
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
 UNFAMILIAR = 0.25  # skill of a prompt unlike every domain; below it a text is out of distribution
 _KEPT = 1 - 1 / MEMORY  # factor of both sums of a skill for each observed token
