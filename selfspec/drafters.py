@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from selfspec.governor.acceptance import Acceptance, mean_shares
+from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import (
     CostModel,
@@ -24,7 +24,6 @@ from selfspec.governor.costs import (
     calibrated_cost,
     estimated_cost,
     gpu_rows,
-    mean_cost,
 )
 from selfspec.governor.governor import Budget
 from selfspec.governor.rules import BATCHES, Policy, Rules
@@ -262,15 +261,14 @@ class Drafters:
         return self._candidates[key]
 
     def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, max_step: float) -> SharedPlans:
-        """The plans of all governed domains that draft with this exit."""
+        """The plans of all governed domains that draft with this exit, chosen for the first of them that has ranks."""
         assert self.profile is not None
         choices = [
             choice for choice in self.profile.domains.values() if choice.exit_layer == exit_layer and choice.ranks
         ]
-        models = [self._cost_models(choice) for choice in choices]
-        costs = {size: mean_cost([model[size] for model in models]) for size in BATCHES.values()}
+        first = next((choice for choice in choices if self._has_ranks(choice, 0.0)), choices[0])
         widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
-        acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]))
+        acceptance, costs = Acceptance(first.ranks_at(0.0)), self._cost_models(first)
         return SharedPlans(acceptance, costs, max_tree_batch, widest, max_step)
 
     def copying_candidates(self, rules: Rules) -> PlanCandidates:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import Acceptance, Skill, mean_shares
+from selfspec.governor.acceptance import Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest
 from selfspec.governor.copying import REACH
 from selfspec.governor.costs import (
@@ -185,7 +185,7 @@ def speed(candidates: PlanCandidates, batch: int, plan: Plan, skill: float) -> f
 
 def test_domains_share_plans_and_have_their_own_lengths() -> None:
     models = {16: estimated_cost(3, 30)}
-    shared = SharedPlans(Acceptance(mean_shares([SHARES, [[0.2, 0.1]]])), models, max_tree_batch=4)
+    shared = SharedPlans(Acceptance(SHARES), models, max_tree_batch=4)
     good, bad = (PlanCandidates(Acceptance(shares), models, shared).table(1) for shares in (SHARES, [[0.2, 0.1]]))
     assert good.plans == bad.plans
     drafting = [place for place, plan in enumerate(good.plans) if plan.uses_exit]
@@ -193,10 +193,6 @@ def test_domains_share_plans_and_have_their_own_lengths() -> None:
     both = [place for place in drafting if good.plans[place].copied]
     of_good, of_bad = (table.lengths[:, 8] - table.lengths[:, 0] for table in (good, bad))
     assert (of_good < of_bad)[:, both].all() and both, "a copy adds less where the exit is right"
-
-
-def test_the_mean_of_shares_continues_each_domains_last_depth() -> None:
-    assert mean_shares([[[0.5, 0.1], [0.25]], [[0.25]]]) == [[0.375, 0.05], [0.25]]
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import zip_longest
-from math import fsum, log, log2
+from math import log, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -129,13 +128,6 @@ class Acceptance:
 
     def _at(self, depth: int) -> Sequence[float]:
         return self._shares[min(depth, len(self._shares) - 1)]
-
-
-def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """The mean over domains of shares [depth][rank]; a domain's last depth also stands for the depths after it."""
-    depths = range(max(map(len, domains)))
-    by_depth = ([shares[min(depth, len(shares) - 1)] for shares in domains] for depth in depths)
-    return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
 
 
 def exposure_of(shares: Sequence[float]) -> float:

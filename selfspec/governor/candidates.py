@@ -38,7 +38,7 @@ class PlanTable:
 
 
 class SharedPlans:
-    """The plans for every batch size, chosen for the mean chances of all domains."""
+    """The plans for every batch size, chosen for one domain and temperature and used for all."""
 
     def __init__(
         self,

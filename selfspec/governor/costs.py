@@ -6,10 +6,10 @@ An engine keeps one `Costs` per kind of batch for all its requests. `acceptance`
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from math import inf
-from statistics import fmean, median_low
+from statistics import median_low
 from typing import Annotated
 
 import numpy as np
@@ -69,10 +69,6 @@ class StepCost:
 def calibrated_cost(cost: StepCost, head_rows: int | None = None) -> CostModel:
     """The cost model of a calibrated device."""
     return cache(lambda depth, nodes: max(1.0, cost.seconds(depth, nodes, head_rows) / cost.plain))
-
-
-def mean_cost(models: Sequence[CostModel]) -> CostModel:
-    return lambda depth, nodes: fmean(model(depth, nodes) for model in models)
 
 
 def gpu_rows(rows: int) -> float:
