@@ -88,7 +88,7 @@ def test_a_step_takes_the_time_of_the_sequences_that_have_not_ended() -> None:
 
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize(("rank", "slowest", "fastest"), [(0, 0, 0.5), (MISSED, 1.0, 1.045)])
+@pytest.mark.parametrize(("rank", "slowest", "fastest"), [(0, 0, 0.5), (MISSED, 1.0, 1.04)])
 def test_the_governor_drafts_where_drafts_are_accepted_and_decodes_plainly_elsewhere(
     sequences: int, rank: int, slowest: float, fastest: float, noise: float
 ) -> None:
@@ -97,7 +97,7 @@ def test_the_governor_drafts_where_drafts_are_accepted_and_decodes_plainly_elsew
     governed = replay.Governed(texts, timing(), Costs(), Budget(4.0, 0.01), noise)
     assert slowest * plain <= governed.run() <= fastest * plain
     drafting = sum(len(plan) > 0 for plan in governed.plans) / len(governed.plans)
-    assert drafting < 0.15 if rank == MISSED else drafting > 0.8
+    assert drafting < 0.1 if rank == MISSED else drafting > 0.8
 
 
 @pytest.mark.parametrize("plan", ["chain:2", "tree:2,1", "tree:3,2,1"])
