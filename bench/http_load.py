@@ -13,10 +13,10 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from bench.timing import percentile
 
 PROMPTS = Path(__file__).parent / "prompts"
 DOMAINS = ("chat", "code", "extract", "legal")
+TEXT = re.compile(rb'"content": ?"[^"]')  # in an event; the first event of a stream may have a role alone
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,11 @@ class Server:
 
     async def answer(self, prompt: str) -> Answer:
         """Sends a chat and reads its stream to the end."""
-        at, content = urlsplit(self.url), json.dumps({**self.fields, "messages": [{"role": "user", "content": prompt}]})
+        at = urlsplit(self.url)
         reader, writer = await asyncio.open_connection(at.hostname, at.port or 80)
         try:
-            sent, body = time.perf_counter(), content.encode()
-            writer.write(
-                f"POST {at.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
+            sent = time.perf_counter()
+            writer.write(self._request(prompt))
             if b" 200 " not in (status := await reader.readline()):
                 raise RuntimeError(f"{status.decode().strip()}: {(await reader.read()).decode().splitlines()[-1]}")
             first = last = 0.0
@@ -73,12 +70,23 @@ class Server:
             while line := await reader.readline():
                 if line.startswith(b"data: {"):
                     last = time.perf_counter()
-                    first = first or (last if b'"content":"' in line.replace(b": ", b":") else 0.0)
+                    first = first or (last if TEXT.search(line) else 0.0)
                     usage = line if b'"completion_tokens"' in line else usage
         finally:
             writer.close()
+        if not usage:
+            raise RuntimeError(f"{self.url} does not send `usage` in streams (`stream_options.include_usage`)")
         tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
         return Answer(sent, first or last, last, tokens)
+
+    def _request(self, prompt: str) -> bytes:
+        at, fields = urlsplit(self.url), {**self.fields, "messages": [{"role": "user", "content": prompt}]}
+        body = json.dumps(fields).encode()
+        head = (
+            f"POST {at.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
 
     async def in_streams(self, prompts: list[str], streams: int) -> list[Answer]:
         """Answers of a load in which a request is sent whenever one of `streams` ends."""
@@ -101,14 +109,17 @@ class Server:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    if not args.url.startswith("http://"):
+        print(f"{args.url} is not an http:// address: this benchmark does not speak TLS", file=sys.stderr)
+        return 2
     server = Server(args.url, {**fields(args.url, args.model, args.max_new_tokens), **json.loads(args.body)})
     warm_up, prompts = numbered_prompts(args.streams or 8), numbered_prompts(args.requests, start=1000)
-    asyncio.run(server.in_streams(list(warm_up), args.streams or 8))
+    asyncio.run(server.in_streams(warm_up, args.streams or 8))
     if args.streams:
-        load, answers = f"{args.streams} streams", asyncio.run(server.in_streams(list(prompts), args.streams))
+        load, answers = f"{args.streams} streams", asyncio.run(server.in_streams(prompts, args.streams))
     else:
         load = f"{args.rate:g} requests/s"
-        answers = asyncio.run(server.at_random_times(list(prompts), args.rate, args.seed))
+        answers = asyncio.run(server.at_random_times(prompts, args.rate, args.seed))
     found = figures(answers)
     print(*report(load, found), sep="\n")
     print(json.dumps({"benchmark": "http_load", "url": args.url, "load": load, "body": args.body, **found}))
@@ -141,11 +152,11 @@ def fields(url: str, model: str | None, new_tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def numbered_prompts(count: int, start: int = 0) -> Iterator[str]:
+def numbered_prompts(count: int, start: int = 0) -> list[str]:
     """Prompts of all domains in turn, repeated, each beginning with its number."""
     texts = [[json.loads(line)["prompt"] for line in (PROMPTS / f"{name}.jsonl").open()] for name in DOMAINS]
     in_turn = [text for turn in zip(*texts, strict=True) for text in turn]
-    return (f"{number}. {text}" for number, text in enumerate(islice(cycle(in_turn), count), start))
+    return [f"{number}. {text}" for number, text in enumerate(islice(cycle(in_turn), count), start)]
 
 
 def figures(answers: list[Answer]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 
 _STEADY = 16  # tokens that running sequences have before the long prompt joins, and get after it
 _JOINED = 8  # new tokens of the long prompt's sequence
-_DIFFERENT, _IN_TURN = "different", "equal, those that differ in turn"  # batches in the part `settings`
+_DIFFERENT, _ONE_EACH = "different", "equal, one batch per setting"  # in the part `settings`
 _ANSWER, _QUESTION = 100, 40  # tokens: the answer to a chat's first turn, and the message of its second
 
 Result = dict[str, Any]
@@ -274,25 +274,23 @@ def _wait_for_tokens(requests: Sequence[TimedRequest], count: int) -> None:
 
 
 def settings(bench: Bench) -> list[Result]:
-    """Sequences with different sampling parameters, against sequences with equal ones: greedy, and each of these
-    parameters in turn, in as many batches as there are parameters."""
+    """Tokens per second of a batch with different settings against the harmonic mean of batches with equal ones, one
+    batch per setting; and of batches with equal settings against greedy ones."""
     size, engine = bench.load.running, bench.target.engine
     engine.scheduler.max_decoding = max(size, 1)
     vocabulary = engine.model.config.vocab_size
-    offered = built_in_options(bench.target.prompts, [vocabulary - 1], vocabulary)
-    mixed = list(islice(cycle(offered.values()), size))
+    mixed = list(built_in_options(bench.target.prompts, [vocabulary - 1], vocabulary).values())[:size]
     cases = {"equal, greedy": [GREEDY], "equal, Qwen's settings": [QWEN], _DIFFERENT: mixed}
-    alike = {f"equal {number}": [options] for number, options in enumerate(mixed)}
+    each = {f"equal {number}": [options] for number, options in enumerate(mixed)}
     results: list[Result] = []
     for mode, options in bench.target.modes.items():
-        all_cases = {name: [{**each, **options} for each in case] for name, case in (cases | alike).items()}
-        speeds = bench.speeds(size, all_cases)
-        speeds[_IN_TURN] = harmonic_mean([speeds.pop(name) for name in alike])  # every batch has as many tokens
-        for name in (*cases, _IN_TURN):
-            values = {"sequences": size, "tokens_per_s": round(speeds[name], 1)}
-            baseline = _IN_TURN if name == _DIFFERENT else "equal, greedy"
-            values |= {"against_equal": round(speeds[name] / speeds[baseline], 3)}
-            results.append({"mode": mode, "settings": name, **values})
+        in_mode = {name: [{**of, **options} for of in case] for name, case in (cases | each).items()}
+        speeds = bench.speeds(size, in_mode)
+        speeds[_ONE_EACH] = harmonic_mean([speeds.pop(name) for name in each])  # every batch has as many tokens
+        for name in (*cases, _ONE_EACH):
+            baseline = speeds[_ONE_EACH if name == _DIFFERENT else "equal, greedy"]
+            values = {"tokens_per_s": round(speeds[name], 1), "against_equal": round(speeds[name] / baseline, 3)}
+            results.append({"mode": mode, "settings": name, "sequences": size, **values})
     return results
 
 

@@ -114,7 +114,7 @@ def linear(
     rows, n = taken.shape[0], weight.shape[0]
     check_matmul(taken, weight, bias, None)
     if norm is not None:
-        check_squares(norm.squares, *x.shape)
+        check_squares(norm.squares, *x.shape, x.device)
     check_tensor(out, "out", (rows, n), (x.dtype,), x.device)
     if residual is not None:
         check_tensor(residual, "residual", (rows, n), (x.dtype,), x.device)

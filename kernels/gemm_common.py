@@ -361,4 +361,4 @@ def check_matmul(
     if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
         raise ValueError(f"bias must be contiguous [{weight.shape[0]}], got {tuple(bias.shape)}")
     if norm is not None:
-        check_squares(norm.squares, *x.shape)
+        check_squares(norm.squares, *x.shape, x.device)

@@ -206,7 +206,7 @@ def lm_head_scores(
     _check_inputs(x, weight, softcap)
     _check_trimmed(weight, token_ids, gather, count)
     if norm is not None:
-        check_squares(norm.squares, *x.shape)
+        check_squares(norm.squares, *x.shape, x.device)
     wanted = (x.shape[0], num_tiles(columns))
     check_tensor(scores.tile_keys[: x.shape[0]], "the scores' tile_keys", wanted, (torch.int64,), x.device)
     vocabulary = weight.shape[0] if token_ids is None or gather else None

@@ -66,7 +66,7 @@ class NextNorm:
     def check(self, out: torch.Tensor) -> None:
         rows, width = out.shape
         check_weight(self.weight, width)
-        check_squares(self.squares, rows, width)
+        check_squares(self.squares, rows, width, out.device)
         check_tensor(self.scaled, "scaled", (rows, width), (out.dtype,), out.device)
 
 
@@ -85,8 +85,8 @@ def check_weight(weight: torch.Tensor, width: int) -> None:
         raise ValueError(f"a norm of {width} columns needs as many weights, got {tuple(weight.shape)}")
 
 
-def check_squares(squares: torch.Tensor, rows: int, width: int) -> None:
-    check_tensor(squares, "squares", (rows, squares_per_row(width)), (torch.float32,), squares.device)
+def check_squares(squares: torch.Tensor, rows: int, width: int, device: torch.device) -> None:
+    check_tensor(squares, "squares", (rows, squares_per_row(width)), (torch.float32,), device)
 
 
 def squares_reference(x: torch.Tensor) -> torch.Tensor:

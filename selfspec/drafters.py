@@ -261,7 +261,8 @@ class Drafters:
         return self._candidates[key]
 
     def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, max_step: float) -> SharedPlans:
-        """The plans of all governed domains that draft with this exit, chosen for the first of them that has ranks."""
+        """The plans of all governed domains that draft with this exit, chosen for the first of them whose greedy
+        drafts calibration accepted."""
         assert self.profile is not None
         choices = [
             choice for choice in self.profile.domains.values() if choice.exit_layer == exit_layer and choice.ranks

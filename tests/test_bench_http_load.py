@@ -33,6 +33,11 @@ def test_fields_of_the_body_reach_the_server_and_its_errors_are_shown(served: Se
         http_load.main([served.address, "--streams", "1", "--requests", "1", "--body", '{"temperature": -1}'])
 
 
+def test_an_address_that_would_need_tls_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert http_load.main(["https://localhost", "--streams", "1"]) == 2
+    assert "not an http:// address" in capsys.readouterr().err
+
+
 def test_every_prompt_begins_with_a_number_of_its_own() -> None:
-    prompts = list(http_load.numbered_prompts(200))
+    prompts = http_load.numbered_prompts(200)
     assert len({prompt.split(".")[0] for prompt in prompts}) == len(prompts) == 200

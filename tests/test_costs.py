@@ -13,8 +13,8 @@ from selfspec.governor.acceptance import Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest
 from selfspec.governor.copying import REACH
 from selfspec.governor.costs import (
-    FIRST_TIMES,
     FORGET_AFTER,
+    LEAST_SAMPLES,
     SAMPLES,
     Costs,
     StepCost,
@@ -73,6 +73,8 @@ def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> No
     observe(costs, NONE, 50.0, 2.0)
     assert costs.bucket(1, 9).plain is None
     observe(costs, NONE, 3.0)
+    assert costs.bucket(1, 9).plain == 2.0, "the least of the first ones, which may have waited for something else"
+    observe(costs, NONE, 3.0)
     assert costs.bucket(1, 9).plain == 3.0, "the median: a step may stall"
     assert measured_cost(costs, CHAIN) == 1.5
     observe(costs, CHAIN, 9.0)
@@ -83,8 +85,8 @@ def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> No
 
 def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
     costs = Costs()
-    observe(costs, NONE, *[1.0] * FIRST_TIMES)
-    observe(costs, CHAIN, *[1.8] * FIRST_TIMES, modelled=1.5)
+    observe(costs, NONE, *[1.0] * LEAST_SAMPLES)
+    observe(costs, CHAIN, *[1.8] * LEAST_SAMPLES, modelled=1.5)
     assert costs.correction.value == pytest.approx(1.2)
     assert measured_cost(costs, TREE, modelled=2.0) == pytest.approx(2.4)
     assert measured_cost(costs, TREE, modelled=2.0, context=5000) == pytest.approx(2.4), "in other buckets too"
@@ -93,7 +95,7 @@ def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
 
 def test_drafted_steps_correct_nothing_before_a_plain_step_was_measured() -> None:
     costs = Costs()
-    observe(costs, CHAIN, *[100.0] * FIRST_TIMES)
+    observe(costs, CHAIN, *[100.0] * LEAST_SAMPLES)
     assert costs.correction.value == 1.0 and measured_cost(costs, CHAIN) == 1.5
 
 
@@ -114,7 +116,7 @@ def test_batches_and_lengths_share_buckets(one: tuple[int, int], other: tuple[in
     assert (costs.bucket(*one) is costs.bucket(*other)) == is_shared
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=FIRST_TIMES, max_size=60))
+@given(st.lists(st.floats(0.5, 2.0), min_size=LEAST_SAMPLES, max_size=60))
 def test_a_median_stays_within_its_samples_and_follows_the_newest(samples: list[float]) -> None:
     costs = Costs()
     observe(costs, NONE, *samples)
@@ -126,7 +128,7 @@ def test_a_median_stays_within_its_samples_and_follows_the_newest(samples: list[
 @pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
 def test_one_stall_changes_no_time(plan: Plan) -> None:
     early, late = Costs(), Costs()
-    observe(early, plan, 1000.0, *[1.0] * (FIRST_TIMES - 1))
+    observe(early, plan, 1000.0, *[1.0] * (LEAST_SAMPLES - 1))
     observe(late, plan, *[1.0] * SAMPLES, 1000.0)
     assert early.bucket(1, 9).times(plan).value == late.bucket(1, 9).times(plan).value == 1.0
 
@@ -135,7 +137,7 @@ def test_one_stall_changes_no_time(plan: Plan) -> None:
 def test_one_stall_hardly_changes_the_costs_of_plans_that_have_not_run(before: int) -> None:
     costs = Costs()
     for context in (9, 5000):
-        observe(costs, NONE, *[1.0] * FIRST_TIMES, context=context)
+        observe(costs, NONE, *[1.0] * LEAST_SAMPLES, context=context)
     observe(costs, CHAIN, *[1.5] * before)
     observe(costs, CHAIN, 1000.0, context=5000)
     assert costs.correction.value <= 2.0
@@ -144,28 +146,28 @@ def test_one_stall_hardly_changes_the_costs_of_plans_that_have_not_run(before: i
 @pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
 def test_times_that_rest_on_stalls_are_forgotten_once_the_plan_has_not_run_for_long(plan: Plan) -> None:
     costs, other = Costs(), TREE
-    observe(costs, NONE, *[1.0] * FIRST_TIMES)
+    observe(costs, NONE, *[1.0] * LEAST_SAMPLES)
     observe(costs, plan, *[50.0] * 60)
     observe(costs, other, *[2.0] * (FORGET_AFTER - 1))
     bucket = costs.bucket(1, 9)
     assert bucket.times(plan).value > 20
     observe(costs, other, 2.0)
     assert not len(bucket.times(plan))
-    observe(costs, plan, *[1.5] * FIRST_TIMES)
+    observe(costs, plan, *[1.5] * LEAST_SAMPLES)
     assert bucket.times(plan).value == 1.5
 
 
 def test_a_plan_that_has_become_slower_costs_more() -> None:
     costs = Costs()
-    observe(costs, NONE, *[1.0] * FIRST_TIMES)
+    observe(costs, NONE, *[1.0] * LEAST_SAMPLES)
     observe(costs, CHAIN, *[1.5] * SAMPLES, *[3.0] * SAMPLES)
     assert measured_cost(costs, CHAIN) == pytest.approx(3.0, rel=0.01)
 
 
 def test_a_clock_that_stands_still_divides_nothing_by_zero() -> None:
     costs = Costs()
-    observe(costs, NONE, *[0.0] * FIRST_TIMES)
-    observe(costs, CHAIN, *[0.0] * FIRST_TIMES)
+    observe(costs, NONE, *[0.0] * LEAST_SAMPLES)
+    observe(costs, CHAIN, *[0.0] * LEAST_SAMPLES)
     assert measured_cost(costs, CHAIN) == 1.0
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from selfspec.governor.acceptance import LEVELS, MEMORY, UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.copying import Copying
-from selfspec.governor.costs import FIRST_TIMES, FORGET_AFTER, Costs, estimated_cost
+from selfspec.governor.costs import FORGET_AFTER, LEAST_SAMPLES, Costs, estimated_cost
 from selfspec.governor.governor import MEASURING, Budget, Governor
 from selfspec.governor.rules import Rules
 from selfspec.kernels.copy_draft import copy_reference
@@ -34,7 +34,7 @@ def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17
     parts = Acceptance(SHARES), {16: model}
     candidates = PlanCandidates(*parts, SharedPlans(*parts, 4, max_step=rules.step_limit), SCORE_COST)
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
-    for _ in range(FIRST_TIMES if measured else 0):
+    for _ in range(LEAST_SAMPLES if measured else 0):
         governor.costs.bucket(batch, CONTEXT).observe(NONE, 1.0, 1.0)
     return governor
 
@@ -57,7 +57,7 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
     """Steps of this plan were measured to take so many plain steps."""
-    for _ in range(FIRST_TIMES):
+    for _ in range(LEAST_SAMPLES):
         governor.costs.bucket(batch, CONTEXT).observe(plan, ratio, 1.0)
 
 
@@ -66,7 +66,7 @@ def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> No
 
 def test_the_first_steps_in_a_bucket_are_plain_until_enough_were_measured() -> None:
     governor = governor_of(measured=False)
-    for seconds in (None, *[1.0] * FIRST_TIMES):  # the first step's time is not its plan's alone
+    for seconds in (None, *[1.0] * LEAST_SAMPLES):  # the first step's time is not its plan's alone
         assert choose(governor, skilled(1.0)) == (NONE, MEASURING)
         governor.observe(NONE, [(skilled(1.0), 0)], seconds, CONTEXT)
     assert choose(governor, skilled(1.0))[1] is None
@@ -78,7 +78,7 @@ def test_plain_steps_are_measured_again_while_drafting() -> None:
     for _ in range(FORGET_AFTER):
         assert choose(governor, skill)[1] is None
         governor.costs.bucket(1, CONTEXT).observe(plan, 1.2, 1.2)
-    for _ in range(FIRST_TIMES):
+    for _ in range(LEAST_SAMPLES):
         assert choose(governor, skill) == (NONE, MEASURING)
         governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
     assert choose(governor, skill)[1] is None
@@ -104,7 +104,7 @@ def test_drafting_starts_above_plain_speed_and_stops_below(gain: float, drafts: 
 
 
 @pytest.mark.parametrize(("gain", "switches"), [(-0.02, False), (0.02, True)])
-def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switches: bool) -> None:
+def test_the_faster_of_two_plans_is_chosen(gain: float, switches: bool) -> None:
     governor = governor_of()
     first, other, *rest = sorted(governor.candidates.table(1).plans, key=lambda plan: plan.copied)
     for plan in rest:

@@ -83,14 +83,14 @@ class Setup:
     held_pages: list[int]
     max_batch: list[int]
 
-    def new_engine(self, room: Room) -> Engine:
+    def new_engine(self, limits: Limits) -> Engine:
         options = {"model": self.model(), "profile": self.profile(), "kernels": self.kernels}
-        engine = new_engine(room.pages, room.max_batch, **options)
-        if room.head_rows is not None:
-            rows = HeadRows(random_rows(room.head_rows))
+        engine = new_engine(limits.pages, limits.max_batch, **options)
+        if limits.head_rows is not None:
+            rows = HeadRows(random_rows(limits.head_rows))
             engine.drafters.head_rows = {"text": rows, None: rows}
         if engine._graphs is not None:
-            engine._graphs.max_kernel_prompt = room.kernel_prompt
+            engine._graphs.max_kernel_prompt = limits.kernel_prompt
             engine.scheduler._before_first = None  # which then would run kernels to compile them
             (layer,) = engine.drafters.exits
             engine.drafters.exits[layer] = random_exit(engine.model, layer, scale=0.01)  # its drafts are often accepted
@@ -184,8 +184,8 @@ def random_speculation(random: Random, setup: Setup) -> dict[str, Any]:
 
 
 @dataclass
-class Room:
-    """How little there is of everything, and who chooses plans."""
+class Limits:
+    """Limits of the engine in one example, and whether plans are drawn at random."""
 
     pages: int | None
     held_pages: int  # pages that no request can get: an engine refuses a cache as small as the rest
@@ -198,7 +198,7 @@ class Room:
     is_scripted: bool  # plans of steps are drawn at random; otherwise policies and the governor choose them
 
     @classmethod
-    def at(cls, random: Random, setup: Setup) -> Room:
+    def at(cls, random: Random, setup: Setup) -> Limits:
         return cls(
             pages=random.choice(setup.pages),
             held_pages=random.choice(setup.held_pages),
@@ -221,22 +221,22 @@ def test_every_sequence_gets_the_tokens_it_gets_alone(setup: Setup) -> None:
     @settings(max_examples=EXAMPLES or setup.examples, phases=[Phase.generate])  # a seed cannot be shrunk
     @given(st.randoms(use_true_random=True))
     def check(random: Random) -> None:
-        calls, room = (
+        calls, limits = (
             [random_call(random, setup) for _ in range(random.randint(*setup.requests))],
-            Room.at(random, setup),
+            Limits.at(random, setup),
         )
-        engine = setup.new_engine(room)
+        engine = setup.new_engine(limits)
         held = engine.cache.open()
-        engine.cache.reserve(held, room.held_pages * PAGE_SIZE)
+        engine.cache.reserve(held, limits.held_pages * PAGE_SIZE)
         for call in calls:
             call.request = request_of(engine, call.prompts, **call.options)
         swap_out, choose = Cache.swap_out, Batch._choose_plan
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler_module, "_STEP_POSITIONS", room.margin)
-            patch.setattr(torch_backend, "PREFILL_CHUNK", room.chunk)
-            patch.setattr(placement, "RESERVED_POSITIONS", room.ahead)
+            patch.setattr(scheduler_module, "_STEP_POSITIONS", limits.margin)
+            patch.setattr(torch_backend, "PREFILL_CHUNK", limits.chunk)
+            patch.setattr(placement, "RESERVED_POSITIONS", limits.ahead)
             patch.setattr(Cache, "swap_out", lambda *args: (seen.update(["swapped"]), swap_out(*args))[1])
-            if room.is_scripted:
+            if limits.is_scripted:
                 patch.setattr(Batch, "_choose_plan", random_plans(choose, random, setup.plans))
             run(engine, calls, check_exit_keys)
         engine.cache.close(held)
@@ -256,8 +256,8 @@ def test_every_sequence_gets_the_tokens_it_gets_alone(setup: Setup) -> None:
 
 
 def random_plans(choose: Callable[[Batch], Any], random: Random, plans: list[str]) -> Callable[[Batch], Any]:
-    """What replaces `Batch._choose_plan`: any plan, unless a rule forbids drafting or there is a governor, which cannot
-    learn from all plans."""
+    """Returns a replacement for `Batch._choose_plan` that draws plans at random; calls `choose` where a rule forbids
+    drafting, or where there is a governor, which cannot learn from all plans."""
 
     def random_plan(batch: Batch) -> tuple[Plan, str | None]:
         if batch._rule() is not None or batch.governor is not None:
@@ -268,7 +268,7 @@ def random_plans(choose: Callable[[Batch], Any], random: Random, plans: list[str
 
 
 def run(engine: Engine, calls: list[Call], after_step: Callable[[Engine], None] = lambda _: None) -> None:
-    """Steps by hand until all calls have come and gone."""
+    """Runs passes of the loop until every request has arrived and ended."""
     scheduler, steps, left = engine.scheduler, 0, True
     while left or any(call.arrives >= steps for call in calls):
         for call in calls:

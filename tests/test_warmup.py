@@ -26,7 +26,7 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     assert len(engine._graphs.captured.entries) == captured, "the request captured steps of its own"
 
 
-def test_more_sequences_than_a_batch_may_have_are_prepared_for_as_the_largest_batch() -> None:
+def test_warm_up_and_first_request_prepare_steps_of_at_most_max_batch_sequences() -> None:
     """By a warm-up, and by an engine's first request, whose kernels an engine on a GPU compiles ahead."""
     hf = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1, head_dim=16, max_position_embeddings=64)
     first, warmed = (Engine.from_model(hf, max_batch=1, kernels=True) for _ in range(2))

@@ -141,10 +141,12 @@ def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:
     level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # chance negated, depth, path; first the root
     found = level[1:]
     for by_rank in chances:
+        ranks = sorted(range(len(by_rank)), key=by_rank.__getitem__, reverse=True)
+        # With the n-th best parent, the k-th best rank comes after n * k - 1 other nodes.
         children = (
-            (negated * chance, depth + 1, (*path, rank))
-            for negated, depth, path in level
-            for rank, chance in enumerate(by_rank)
+            (negated * by_rank[rank], depth + 1, (*path, rank))
+            for place, (negated, depth, path) in enumerate(level, start=1)
+            for rank in ranks[: MAX_NODES // place]
         )
         level = nsmallest(MAX_NODES, children)
         found += level

@@ -24,7 +24,9 @@ RowCost = Callable[[int], float]  # (rows) -> time of a pass over these rows, in
 _ROW_COST = 0.008  # of each further row on a GPU, in passes over one row: most of a pass reads weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
 SAMPLES = 24  # newest times of a plan, whose median counts
-FIRST_TIMES = 3  # plain steps that are timed before drafting starts; times of a plan before it corrects others
+# Times of plain steps before drafting starts, and of a plan before it corrects others. While a plan has no more times,
+# the least counts: its first steps may have waited for something else.
+LEAST_SAMPLES = 3
 FORGET_AFTER = 512  # steps of a bucket: a plan that did not run meanwhile counts as not measured
 
 
@@ -84,10 +86,11 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 
 
 class Median:
-    """The median of the newest SAMPLES samples, which single stalls do not change."""
+    """The lower median of the newest SAMPLES samples, which single stalls do not change; of the first `few` samples the
+    least."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value  # before the first sample
+    def __init__(self, value: float, few: int = 0) -> None:
+        self.value, self._few = value, few  # before the first sample
         self._samples: deque[float] = deque(maxlen=SAMPLES)
 
     def __len__(self) -> int:
@@ -95,7 +98,7 @@ class Median:
 
     def add(self, sample: float) -> None:
         self._samples.append(sample)
-        self.value = median_low(self._samples)
+        self.value = min(self._samples) if len(self) <= self._few else median_low(self._samples)
 
 
 class CostBucket:
@@ -106,35 +109,34 @@ class CostBucket:
     def __init__(self, correction: Median) -> None:
         self.correction = correction  # of measured over modelled cost, of all plans that draft, in all buckets
         self.savings: dict[Plan, float] = defaultdict(float)  # seconds, of plans not captured; see `Governor`
-        self._times: dict[Plan, tuple[Median, int]] = {}  # seconds of a plan's steps, and the number of the newest
+        self.plain: float | None = None  # seconds of a plain step; None while LEAST_SAMPLES of them are not measured
+        # By plan: the seconds of its steps, and the number of the newest among the steps of this bucket.
+        self._times: dict[Plan, tuple[Median, int]] = {}
         self._steps = 0  # that were observed in this bucket
-
-    @property
-    def plain(self) -> float | None:
-        """Seconds of a plain step; None while FIRST_TIMES of them are not measured."""
-        times = self.times(NONE)
-        return times.value if len(times) >= FIRST_TIMES else None
 
     def times(self, plan: Plan) -> Median:
         """Seconds of the plan's steps, without samples if none of the last FORGET_AFTER steps had this plan."""
         times, newest = self._times.get(plan, (None, 0))
-        return Median(inf) if times is None or self._steps - newest >= FORGET_AFTER else times
+        return Median(inf, LEAST_SAMPLES) if times is None or self._steps - newest >= FORGET_AFTER else times
 
     def observe(self, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
-        times, plain = self.times(plan), self.plain
+        times = self.times(plan)
         times.add(max(seconds, 1e-9))  # timers can return 0
+        if len(plan) and self.plain is not None and len(times) >= LEAST_SAMPLES:
+            self.correction.add(times.value / self.plain / modelled)
         self._steps += 1
         self._times[plan] = times, self._steps
-        if len(plan) and plain is not None and len(times) >= FIRST_TIMES:
-            self.correction.add(times.value / plain / modelled)
+        plain = self.times(NONE)
+        self.plain = plain.value if len(plain) >= LEAST_SAMPLES else None
 
     def cost(self, plan: Plan, modelled: float) -> float:
         """Cost of a plan in plain steps: measured if it has run and plain steps are measured in this bucket, else the
         modelled cost times the correction; at least 1."""
-        times, plain = self.times(plan), self.plain
-        measured = times.value / plain if len(times) and plain is not None else self.correction.value * modelled
-        return max(1.0, measured)
+        times, newest = self._times.get(plan, (None, 0))
+        if times is None or self.plain is None or self._steps - newest >= FORGET_AFTER:
+            return max(1.0, self.correction.value * modelled)
+        return max(1.0, times.value / self.plain)
 
 
 class Costs:

@@ -57,7 +57,7 @@ class Governor:
             return NONE, MEASURING
         speeds = self._speeds(skills, batch, bucket)
         if self.budget.is_full and max(speeds, key=speeds.__getitem__) == NONE:
-            # A probe. Copied nodes alone would not tell whether the exit's are accepted again.
+            # A probe. It uses the exit: copied nodes say nothing about the exit's drafts.
             speeds = {plan: speed for plan, speed in speeds.items() if plan.uses_exit and speed} or speeds
         best = self._until_captured(speeds, bucket, capture_s)
         if best != NONE:
@@ -68,14 +68,14 @@ class Governor:
 
     @staticmethod
     def _until_captured(speeds: dict[Plan, float], bucket: CostBucket, capture_s: Callable[[Plan], float]) -> Plan:
-        """The fastest plan if its step is captured, or if no plan's is for this batch. Else the fastest of `none` and
-        the captured ones, until the fastest plan would have saved the time that its capture takes."""
+        """The fastest plan if its step is captured, or if no candidate's is. Else the fastest of `none` and the
+        captured ones, until the fastest plan would have saved the time that its capture takes."""
         best = max(speeds, key=speeds.__getitem__)
         seconds = capture_s(best) if len(best) else 0.0
-        captured = [plan for plan in speeds if len(plan) and not capture_s(plan)] if seconds else []
-        if not captured:
+        captured = [plan for plan in speeds if not len(plan) or not capture_s(plan)] if seconds else []
+        if not any(map(len, captured)):
             return best
-        fastest = max((plan for plan in speeds if plan == NONE or plan in captured), key=speeds.__getitem__)
+        fastest = max(captured, key=speeds.__getitem__)
         assert bucket.plain is not None
         bucket.savings[best] += bucket.plain * (1 - max(1.0, speeds[fastest]) / max(1.0, speeds[best]))
         if bucket.savings[best] < seconds:

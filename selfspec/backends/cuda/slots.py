@@ -32,8 +32,7 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency
 _FIELDS = (*_INTS, *_FLOATS)
 _PAGES_AT = len(_FIELDS) + MAX_STOPS  # first column of the slot's pages in a row of `SlotWrite`
 _ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
-_OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-IDLE_VALUES: dict[str, Any] = {**_OFF, "stops": ()}  # of an idle slot; its other fields are 0
+IDLE_VALUES: dict[str, Any] = {**dict.fromkeys(_FIELDS, 0), "top_p": 1.0, "repetition": 1.0, "stops": ()}
 
 
 def bucket(count: int, least: int = 1) -> int:
@@ -133,7 +132,7 @@ class SlotStore:
     def write(
         self, slots: Seq[int], values: Seq[dict[str, Any]], seeds: Seq[int], pages: Seq[Seq[int]]
     ) -> torch.Tensor:
-        """Writes several slots with one copy to the device; the values of a slot are those of `slot_values`, or
+        """Writes several slots with one copy to the device; `values`: of each slot, `slot_values` of its sequence or
         IDLE_VALUES. Returns the slots' numbers [count] on the device, valid until the next call."""
         written = self._slot_write(len(slots))
         host = host_tensor(written.whole, self.device)
@@ -158,7 +157,7 @@ class SlotStore:
     @staticmethod
     def _pack(fields: np.ndarray, stops: np.ndarray, values: dict[str, Any]) -> None:
         """Writes the fields and stop tokens of a slot to a host row. Float fields keep their bits in the int32 row."""
-        fields[: len(_INTS)] = [values.get(name, 0) for name in _INTS]
+        fields[: len(_INTS)] = [values[name] for name in _INTS]
         fields[len(_INTS) :].view(np.float32)[:] = [values[name] for name in _FLOATS]
         stops[:] = -1
         stops[: len(values["stops"])] = values["stops"]
@@ -178,7 +177,7 @@ class SlotStore:
         bias.fill_(0.0 if allowed is None else -torch.inf)
         if allowed is not None:
             bias[self._to_device(torch.from_numpy(allowed))] = 0.0
-        banned = [token for token in params.banned_token_ids if token < self.vocabulary]  # ignores others, as the host
+        banned = [token for token in params.banned_token_ids if token < self.vocabulary]  # others have no effect
         if banned:
             bias[self._to_device(torch.tensor(banned))] = -torch.inf
         if params.logit_bias:
@@ -266,6 +265,8 @@ def slot_values(sequence: Sequence) -> dict[str, Any]:
         "newest_tokens": sequence.tokens[-1],
         "sample_indices": sequence.sample_index,
         "active": DRAFTING if sequence.drafts else PLAIN,
+        "lengths_before": 0,
+        "unfilled": 0,
         "top_k": min(params.top_k, _MAX_INT32) if params.do_sample else 0,
         "min_length": min(shortest, _MAX_INT32) if processed else 0,
         "temperature": params.temperature if params.do_sample else 0.0,
