@@ -101,7 +101,8 @@ def launches() -> Launches:
     yield "qkv int4 rows 64", partial(qkv, 64, "int4 128", HIDDEN, HEADS, KV_HEADS, HEAD_DIM, False)
     yield "head q6_k rows 16", partial(head, 16, "q6_k", False)
     yield "trimmed head int8 rows 64", partial(head, 64, "int8", True)
-    yield "embedding q4_k", partial(embed, "q4_k")
+    for name in ("int8 32", "q4_k", "q6_k"):
+        yield f"embedding {name}", partial(embed, name)
     yield "dequantize q4_k", partial(rows_of, "q4_k")
     yield "float16", partial(plain, 3, "int8 32", torch.float16)
     yield "float32", partial(plain, 3, "int8 32", torch.float32)

@@ -40,7 +40,14 @@ def test_attention_of_many_rows_compiles_and_fits_where_it_pipelines_deepest() -
 
 
 @pytest.mark.parametrize(
-    ("arch", "match"), [(80, "head q6_k"), (86, "gated q4_k rows 64"), (89, "fp8"), (90, "gated int4 128 rows 64")]
+    ("arch", "match"),
+    [
+        (80, "head q6_k"),
+        (86, "gated q4_k rows 64"),
+        (89, "fp8"),
+        (90, "gated int4 128 rows 64"),
+        (90, "embedding"),
+    ],
 )
 def test_kernels_with_quantized_weights_compile_and_fit(arch: int, match: str) -> None:
     """On each architecture some of the formats; the largest tiles need most registers."""
