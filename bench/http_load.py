@@ -17,6 +17,7 @@ import re
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -83,7 +84,7 @@ class Server:
         at, fields = urlsplit(self.url), {**self.fields, "messages": [{"role": "user", "content": prompt}]}
         body = json.dumps(fields).encode()
         head = (
-            f"POST {at.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
+            f"POST {at.path}/v1/chat/completions HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -109,42 +110,79 @@ class Server:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    if not args.url.startswith("http://"):
-        print(f"{args.url} is not an http:// address: this benchmark does not speak TLS", file=sys.stderr)
-        return 2
-    server = Server(args.url, {**fields(args.url, args.model, args.max_new_tokens), **json.loads(args.body)})
-    warm_up, prompts = numbered_prompts(args.streams or 8), numbered_prompts(args.requests, start=1000)
-    asyncio.run(server.in_streams(warm_up, args.streams or 8))
-    if args.streams:
-        load, answers = f"{args.streams} streams", asyncio.run(server.in_streams(prompts, args.streams))
-    else:
-        load = f"{args.rate:g} requests/s"
-        answers = asyncio.run(server.at_random_times(prompts, args.rate, args.seed))
-    found = figures(answers)
+    load = f"{args.streams} streams" if args.streams else f"{args.rate:g} requests/s"
+    try:
+        found = figures(asyncio.run(measure(args)))
+    except (OSError, RuntimeError) as error:
+        print(f"{args.url}: {error}", file=sys.stderr)
+        return 1
     print(*report(load, found), sep="\n")
     print(json.dumps({"benchmark": "http_load", "url": args.url, "load": load, "body": args.body, **found}))
     return 0
 
 
+async def measure(args: argparse.Namespace) -> list[Answer]:
+    """Answers of the load, after some requests that are not measured."""
+    server = Server(args.url, {**fields(args.url, args.model, args.max_new_tokens), **args.body})
+    at_once = args.streams or 8
+    await server.in_streams(numbered_prompts(at_once), at_once)
+    prompts = numbered_prompts(args.requests, start=1000)
+    if args.streams:
+        return await server.in_streams(prompts, args.streams)
+    return await server.at_random_times(prompts, args.rate, args.seed)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.http_load", description=__doc__)
     add = parser.add_argument
-    add("url", help="of the server, such as http://127.0.0.1:8000")
+    add("url", type=address, help="of the server, such as http://127.0.0.1:8000")
     load = parser.add_mutually_exclusive_group(required=True)
-    load.add_argument("--streams", type=int, help="requests at a time")
-    load.add_argument("--rate", type=float, help="requests per second, at random times")
+    load.add_argument("--streams", type=positive(int), help="requests at a time")
+    load.add_argument("--rate", type=positive(float), help="requests per second, at random times")
     add("--model", help="(default: the first that the server lists)")
-    add("--requests", type=int, default=256, help="that are measured (default: 256)")
-    add("--max-new-tokens", type=int, default=128, help="of each request (default: 128)")
-    add("--body", default="{}", help="JSON of further fields, such as '{\"speculative_decoding\": false}'")
+    add("--requests", type=positive(int), default=256, help="that are measured (default: 256)")
+    add("--max-new-tokens", type=positive(int), default=128, help="of each request (default: 128)")
+    add(
+        "--body",
+        type=json_object,
+        default={},
+        help="JSON of further fields, such as '{\"speculative_decoding\": false}'",
+    )
     add("--seed", type=int, default=0, help="of the random times (default: 0)")
     return parser.parse_args(arguments)
+
+
+def address(text: str) -> str:
+    """The address of a server, without a path."""
+    url = text.rstrip("/").removesuffix("/v1")
+    if not url.startswith("http://"):
+        raise argparse.ArgumentTypeError(f"{text!r} must begin with http:// (this benchmark does not speak TLS)")
+    return url
+
+
+def positive(kind: type) -> Callable[[str], Any]:
+    """Reads a number above 0."""
+
+    def read(text: str) -> Any:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return number
+
+    return read
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
 
 
 def fields(url: str, model: str | None, new_tokens: int) -> dict[str, Any]:
     """Fields of a greedy, streamed request to a model, by default the first that the server lists."""
     if model is None:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
             model = json.load(answer)["data"][0]["id"]
     return {
         "model": model, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True,

@@ -28,14 +28,30 @@ def test_a_load_is_sent_and_its_tokens_and_times_are_reported(
     assert 0 < found["per_token_ms_p50"] <= found["per_token_ms_p99"]
 
 
-def test_fields_of_the_body_reach_the_server_and_its_errors_are_shown(served: Served) -> None:
-    with pytest.raises(RuntimeError, match="400.*temperature"):
-        http_load.main([served.address, "--streams", "1", "--requests", "1", "--body", '{"temperature": -1}'])
+def test_fields_of_the_body_reach_the_server_and_its_errors_are_shown(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert http_load.main([f"{served.address}/v1", "--streams", "1", "--requests", "1", "--body", '{"top_k": -9}']) == 1
+    assert "400" in (shown := capsys.readouterr().err) and "top_k" in shown
 
 
-def test_an_address_that_would_need_tls_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert http_load.main(["https://localhost", "--streams", "1"]) == 2
-    assert "not an http:// address" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["https://localhost", "--streams", "1"], "must begin with http://"),
+        (["http://localhost", "--streams", "0"], "0 is not above 0"),
+        (["http://localhost", "--rate", "1", "--body", "[1]"], "not a JSON object"),
+        (["http://127.0.0.1:9", "--rate", "1"], "refused"),
+    ],
+)
+def test_bad_arguments_and_absent_servers_are_told_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert http_load.main(arguments) == 1
+    except SystemExit as stopped:
+        assert stopped.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_every_prompt_begins_with_a_number_of_its_own() -> None:
