@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,14 @@ def read_token_ids(name: str, value: Any) -> tuple[int, ...]:
     value = as_scalar(value)
     entries = value.flatten().tolist() if hasattr(value, "flatten") else value
     ids = tuple(entries) if isinstance(entries, list | tuple | set | frozenset | range) else (entries,)
-    is_valid = set(map(type, ids)) <= {int}  # first, since a list may name half of a vocabulary
-    if not is_valid:
-        ids = tuple(map(as_scalar, ids))
-        is_valid = all(map(is_int, ids))
-    if not is_valid or (ids and not -(2**63) <= min(ids) <= max(ids) < 2**63):
-        raise ValueError(f"{name}={value!r} is not possible: it must be a token id or a list of them")
+    if ids and set(map(type, ids)) == {int}:
+        checked: Sequence[Any] = (min(ids), max(ids))  # a list may name half of a vocabulary
+    else:
+        checked = ids = tuple(map(as_scalar, ids))
+    for entry in checked:
+        if not is_int(entry) or not -(2**63) <= entry < 2**63:
+            wanted = f"it must be a token id or a list of them, and {entry!r} is none"
+            raise ValueError(f"{name}={shortened(value)} is not possible: {wanted}")
     return ids
 
 
@@ -126,7 +129,8 @@ class SamplingParams:
     def _unique(self, name: str) -> tuple[int, ...]:
         ids = read_token_ids(name, getattr(self, name))
         if ids and min(ids) < 0:
-            raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be token ids of at least 0")
+            value = shortened(getattr(self, name))
+            raise ValueError(f"{name}={value} is not possible: it must be token ids of at least 0, not {min(ids)}")
         return tuple(sorted(set(ids)))
 
 

@@ -402,6 +402,11 @@ def test_an_empty_list_of_allowed_tokens_is_refused() -> None:
         SamplingParams(allowed_token_ids=())
 
 
+def test_the_wrong_entry_of_a_long_list_of_token_ids_is_named() -> None:
+    with pytest.raises(ValueError, match="^allowed_token_ids=.{,99} is not possible: .*, and True is none$"):
+        SamplingParams(allowed_token_ids=(*range(10_000), True))
+
+
 def test_numbers_and_ids_of_numpy_and_torch_become_python_numbers() -> None:
     converted = SamplingParams(
         do_sample=np.bool_(True),  # type: ignore[arg-type]
