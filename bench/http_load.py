@@ -17,7 +17,8 @@ import re
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -36,7 +37,7 @@ TEXT = re.compile(rb'"content": ?"[^"]')  # in an event; the first event of a st
 class Answer:
     """A stream that was read: times in seconds of one clock, and the number of new tokens."""
 
-    sent: float
+    sent: float  # before its connection is opened
     first: float  # first event with text
     last: float
     tokens: int
@@ -50,6 +51,23 @@ class Answer:
         return 1e3 * (self.last - self.first) / max(1, self.tokens - 1)
 
 
+@asynccontextmanager
+async def posted(url: str, path: str, fields: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """Sends a request over a connection of its own, and gives the reader of its answer's headers and body. Raises
+    RuntimeError for a status other than 200."""
+    at, body = urlsplit(url), json.dumps(fields).encode()
+    reader, writer = await asyncio.open_connection(at.hostname, at.port or 80)
+    try:
+        head = f"POST {at.path}{path} HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
+        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(f"{head}{kind}".encode() + body)
+        if b" 200 " not in (status := await reader.readline()):
+            raise RuntimeError(f"{status.decode().strip()}: {(await reader.read()).decode().splitlines()[-1]}")
+        yield reader
+    finally:
+        writer.close()
+
+
 @dataclass(frozen=True)
 class Server:
     """A server and the fields that every request to it has."""
@@ -59,13 +77,8 @@ class Server:
 
     async def answer(self, prompt: str) -> Answer:
         """Sends a chat and reads its stream to the end."""
-        at = urlsplit(self.url)
-        reader, writer = await asyncio.open_connection(at.hostname, at.port or 80)
-        try:
-            sent = time.perf_counter()
-            writer.write(self._request(prompt))
-            if b" 200 " not in (status := await reader.readline()):
-                raise RuntimeError(f"{status.decode().strip()}: {(await reader.read()).decode().splitlines()[-1]}")
+        sent, fields = time.perf_counter(), {**self.fields, "messages": [{"role": "user", "content": prompt}]}
+        async with posted(self.url, "/v1/chat/completions", fields) as reader:
             first = last = 0.0
             usage = b""
             while line := await reader.readline():
@@ -73,21 +86,10 @@ class Server:
                     last = time.perf_counter()
                     first = first or (last if TEXT.search(line) else 0.0)
                     usage = line if b'"completion_tokens"' in line else usage
-        finally:
-            writer.close()
         if not usage:
             raise RuntimeError(f"{self.url} does not send `usage` in streams (`stream_options.include_usage`)")
         tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
         return Answer(sent, first or last, last, tokens)
-
-    def _request(self, prompt: str) -> bytes:
-        at, fields = urlsplit(self.url), {**self.fields, "messages": [{"role": "user", "content": prompt}]}
-        body = json.dumps(fields).encode()
-        head = (
-            f"POST {at.path}/v1/chat/completions HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
 
     async def in_streams(self, prompts: list[str], streams: int) -> list[Answer]:
         """Answers of a load in which a request is sent whenever one of `streams` ends."""

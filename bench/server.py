@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from bench import machine, tables
+from bench.http_load import posted
 from bench.requests import GREEDY, Options, Target, TimedRequest, add_arguments, open_target, run_together
 from bench.timing import Limit
 
@@ -138,17 +139,11 @@ async def run_clients() -> int:
 
 async def stream(port: int, body: dict[str, Any]) -> float:
     """Reads a stream to its end; returns the seconds to its first event with text."""
-    start, first, content = time.perf_counter(), 0.0, json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise RuntimeError(f"{status.decode()}{(await reader.read()).decode()}")
-    while line := await reader.readline():
-        if line.startswith(b"data: {") and not first:
-            first = time.perf_counter() - start
-    writer.close()
+    start, first = time.perf_counter(), 0.0
+    async with posted(f"http://127.0.0.1:{port}", "/v1/completions", body) as reader:
+        while line := await reader.readline():
+            if line.startswith(b"data: {") and not first:
+                first = time.perf_counter() - start
     return first
 
 
